@@ -1,0 +1,72 @@
+"""Checks of arguments before any launch, with one wording: op, argument, what was wanted, what came."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_tensors(op: str, **named: tuple[Tensor | None, str]) -> None:
+    """Hold tensors to shapes such as "... n" or "v d", to floating dtypes and to one device.
+
+    "..." stands for any number of leading axes and is not compared; a name stands for one size
+    everywhere. A spec that starts with "int" asks for integers instead of floats. None passes.
+    """
+    sizes: dict[str, tuple[str, int]] = {}
+    home: tuple[str, torch.device] | None = None
+    for name, (t, spec) in named.items():
+        if t is None:
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        axes = spec.split()
+        integer = axes[:1] == ["int"]
+        axes = axes[integer:]
+        if t.dtype not in (_INTEGERS if integer else _FLOATS):
+            kind = "integers" if integer else "float32, bfloat16, float16 or float64"
+            raise TypeError(f"{op}: {name} must hold {kind}, got {t.dtype}")
+        if home is None:
+            home = name, t.device
+        elif t.device != home[1]:
+            raise ValueError(f"{op}: {name} is on {t.device} but {home[0]} is on {home[1]}")
+        _check_axes(op, name, t, axes, sizes)
+
+
+def _check_axes(
+    op: str, name: str, t: Tensor, axes: list[str], sizes: dict[str, tuple[str, int]]
+) -> None:
+    free = axes[:1] == ["..."]
+    wanted = axes[free:]
+    if t.dim() < len(wanted) or (not free and t.dim() > len(wanted)):
+        shape = ", ".join(axes)
+        raise ValueError(f"{op}: {name} must have shape ({shape}), got {tuple(t.shape)}")
+    for axis, size in zip(wanted, t.shape[t.dim() - len(wanted) :], strict=True):
+        first, known = sizes.setdefault(axis, (name, size))
+        if size != known:
+            raise ValueError(f"{op}: axis {axis} is {size} in {name} but {known} in {first}")
+
+
+def check_same_shape(op: str, **named: Tensor | None) -> None:
+    """Hold tensors to one shape."""
+    given = {name: tuple(t.shape) for name, t in named.items() if t is not None}
+    if len(set(given.values())) > 1:
+        shapes = " but ".join(f"{shape} in {name}" for name, shape in given.items())
+        raise ValueError(f"{op}: the shape must be the same: it is {shapes}")
+
+
+def check_choice(op: str, name: str, value: object, choices: Collection[str]) -> None:
+    """Hold an option to a list of names."""
+    if value not in choices:
+        wanted = ", ".join(map(repr, choices))
+        raise ValueError(f"{op}: {name} must be one of {wanted}, got {value!r}")
+
+
+def check_positive(op: str, name: str, value: float | None) -> None:
+    """Hold an optional number to values above 0."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{op}: {name} must be above 0, got {value}")

@@ -1,0 +1,117 @@
+"""Where and how kernels run: the choice of backend, the device guard, tiles and grids.
+
+The device decides: CUDA, ROCm and XPU tensors run Triton, all others the plain torch reference. With
+`TRITON_INTERPRET=1` in the environment CPU tensors run the kernels too, through Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:  # macOS, Windows: the module must import, its kernels are never launched
+    HAS_TRITON = False
+    tl: Any = SimpleNamespace(constexpr=None)  # type: ignore[no-redef]  # stands in for a module
+    triton: Any = SimpleNamespace(jit=lambda fn: fn)  # type: ignore[no-redef]  # likewise
+
+Backend = Literal["reference", "triton"]
+
+_INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+_TRITON_DEVICES = {"cuda", "xpu"} | ({"cpu"} if _INTERPRET else set())
+_asked: ContextVar[Backend | None] = ContextVar("liger_fn_backend", default=None)
+
+# registers hold a row of this many elements at full speed; longer rows are walked in strides of it
+_MAX_BLOCK = 8192
+
+
+@contextmanager
+def using(backend: Backend) -> Iterator[None]:
+    """Run every function of this library on one backend inside a `with` block.
+
+    The choice belongs to the current thread and task. A compiled function keeps the backend that was in
+    force when it was compiled.
+
+    Args:
+        backend: "reference" (plain torch) or "triton" (the kernels).
+
+    Raises:
+        ValueError: at once for another name; from the function that is called when the tensors it is
+            given lie where the backend cannot run.
+
+    Example:
+        >>> with using("reference"):
+        ...     liger_fn.relu2_like = None  # doctest: +SKIP
+    """
+    if backend not in ("reference", "triton"):
+        raise ValueError(f"using: backend must be 'reference' or 'triton', got {backend!r}")
+    token = _asked.set(backend)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+# Dynamo cannot trace a ContextVar: the answer is a constant of the compiled graph.
+@torch.compiler.assume_constant_result
+def backend_for(device_type: str) -> Backend:
+    """Name the backend that serves tensors of this device type, or raise if the asked-for one cannot."""
+    asked = _asked.get()
+    can = HAS_TRITON and device_type in _TRITON_DEVICES
+    if asked == "triton" and not can:
+        cure = "set TRITON_INTERPRET=1 before import" if HAS_TRITON else "install triton"
+        raise NotImplementedError(
+            f"the triton backend cannot run on {device_type} tensors; {cure}, or use 'reference'"
+        )
+    return asked or ("triton" if can else "reference")
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: object, **meta: object) -> None:
+    """Launch a kernel on the device of its first argument; an empty grid launches nothing."""
+    if 0 in grid:
+        return
+    first = args[0]
+    if isinstance(first, Tensor) and first.device.type == "cuda":
+        with torch.cuda.device(first.device):
+            kernel[grid](*args, **meta)
+    else:
+        kernel[grid](*args, **meta)
+
+
+def row_tile(n: int, limit: int = _MAX_BLOCK) -> dict[str, int]:
+    """Block and warps for a kernel that walks rows of n elements, BLOCK at a time."""
+    block = min(1 << max(n - 1, 0).bit_length(), limit)
+    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4  # the interpreter runs programs one after another: few, but more than one
+
+
+def strips(rows: int, device: torch.device, per_processor: int = 1) -> int:
+    """How many programs share `rows` rows in a persistent loop."""
+    return max(1, min(rows, per_processor * _processors(device)))
+
+
+def rows_of(t: Tensor, n: int) -> Tensor:
+    """View `t` as (m, n) with contiguous rows; copy only where no such view exists."""
+    flat = t.reshape(-1, n) if t.dim() != 2 else t
+    return flat if flat.stride(-1) == 1 or n == 1 else flat.contiguous()
+
+
+Rule = Callable[..., tuple[Tensor | None, ...]]
