@@ -2,6 +2,26 @@
 
 from liger_fn._launch import using as using
 from liger_fn._vjp import custom_vjp as custom_vjp
+from liger_fn.ops._ce import CEStats as CEStats
+from liger_fn.ops.cross_entropy import cross_entropy as cross_entropy
+from liger_fn.ops.cross_entropy import cross_entropy_with_stats as cross_entropy_with_stats
+from liger_fn.ops.fused_linear_ce import fused_linear_ce as fused_linear_ce
+from liger_fn.ops.fused_linear_ce import fused_linear_ce_with_stats as fused_linear_ce_with_stats
 from liger_fn.ops.rms_norm import rms_norm as rms_norm
+from liger_fn.ops.rope import rope as rope
+from liger_fn.ops.swiglu import swiglu as swiglu
+from liger_fn.ops.swiglu import swiglu_packed as swiglu_packed
 
-__all__ = ["custom_vjp", "rms_norm", "using"]
+__all__ = [
+    "CEStats",
+    "cross_entropy",
+    "cross_entropy_with_stats",
+    "custom_vjp",
+    "fused_linear_ce",
+    "fused_linear_ce_with_stats",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "swiglu_packed",
+    "using",
+]

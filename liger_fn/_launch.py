@@ -114,4 +114,8 @@ def rows_of(t: Tensor, n: int) -> Tensor:
     return flat if flat.stride(-1) == 1 or n == 1 else flat.contiguous()
 
 
+def contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
 Rule = Callable[..., tuple[Tensor | None, ...]]

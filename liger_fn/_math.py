@@ -40,7 +40,9 @@ def tanh(x):
     if x.dtype == tl.float64:
         return far
     s = x * x
-    p = (((-5.70498872745e-3 * s + 2.06390887954e-2) * s - 5.37397155531e-2) * s + 1.33314422036e-1) * s
+    p = (
+        ((-5.70498872745e-3 * s + 2.06390887954e-2) * s - 5.37397155531e-2) * s + 1.33314422036e-1
+    ) * s
     return tl.where(tl.abs(x) < 0.625, x + x * s * (p - 3.33332819422e-1), far)
 
 
@@ -50,3 +52,110 @@ def rounded(x, like):
     if like.dtype.is_ptr():
         return up(x.to(like.dtype.element_ty))
     return up(x.to(like.dtype))
+
+
+@triton.jit
+def capped(z, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """CAP * tanh(SCALE * z / CAP), or SCALE * z where CAP is 0. Mask after it: tanh(-inf) is -1."""
+    z = up(z) * SCALE
+    if CAP != 0.0:
+        z = CAP * tanh(z / CAP)
+    return z
+
+
+@triton.jit
+def ce_row(
+    z_ptr, weight_ptr, v, y, IGNORE: tl.constexpr, SMOOTHING: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One pass over a row of logits, on line (Milakov and Gimelshein, 2018, arXiv:1805.02867).
+
+    Returns:
+        nll, zsq, whether y is the argmax, the maximum, lse - maximum. Differences to the maximum and to
+        z[y] keep their digits under a large common offset, where lse alone has none left.
+    """
+    bad = (y < 0) | (y >= v)
+    at = tl.where(bad, 0, y)
+    steps = tl.where(y == IGNORE, 0, v)  # an ignored row is not read
+    zy = capped(tl.load(z_ptr + at), SCALE, CAP)
+    top = zy
+    col = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), zy.dtype)
+    spread = tl.zeros((BLOCK,), zy.dtype)
+    ahead = tl.zeros((BLOCK,), tl.int32)
+    for k in range(0, steps, BLOCK):
+        mask = k + col < v
+        z = capped(tl.load(z_ptr + k + col, mask, other=0.0), SCALE, CAP)
+        z = tl.where(mask, z, -float("inf"))  # after the cap: tanh(-inf) is -1
+        new = tl.maximum(top, tl.max(z))
+        shift = tl.where(new == -float("inf"), 0.0, new)
+        total = total * tl.exp(top - shift) + tl.exp(z - shift)
+        ahead += ((z > zy) | ((z == zy) & (k + col < at))).to(tl.int32)
+        if (
+            SMOOTHING != 0.0
+        ):  # sum of weight * (z[y] - z); the rest of weight * (lse - z) is gap below
+            gap = tl.where(mask, zy - z, 0.0)
+            if weight_ptr is not None:
+                gap *= tl.load(weight_ptr + k + col, mask, other=0.0).to(zy.dtype)
+            spread += gap
+        top = new
+    logsum = tl.log(tl.sum(total))
+    own = tl.full((), 1.0, zy.dtype)
+    weights = own * v
+    if weight_ptr is not None:
+        own = tl.load(weight_ptr + at).to(zy.dtype)
+        if SMOOTHING != 0.0:
+            weights = weight_sum(weight_ptr, v, zy.dtype, BLOCK)
+    gap = logsum - (zy - top)
+    nll = (1.0 - SMOOTHING) * own * gap
+    if SMOOTHING != 0.0:
+        nll += SMOOTHING / tl.full((), v, zy.dtype) * (weights * gap + tl.sum(spread))
+    zsq = own * (top + logsum) * (top + logsum)
+    nan = tl.where(bad, float("nan"), 0.0)
+    nll, zsq = tl.where(y == IGNORE, 0.0, nll + nan), tl.where(y == IGNORE, 0.0, zsq + nan)
+    return nll, zsq, (tl.sum(ahead) == 0) & (y != IGNORE) & (bad == 0), top, logsum
+
+
+@triton.jit
+def weight_sum(weight_ptr, v, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    col = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype)
+    for k in range(0, v, BLOCK):
+        total += tl.load(weight_ptr + k + col, k + col < v, other=0.0).to(dtype)
+    return tl.sum(total)
+
+
+@triton.jit
+def ce_pull(d_nll_ptr, d_zsq_ptr, row, y, weight_ptr, weights_ptr, v, lse, SMOOTHING: tl.constexpr):
+    """Factors of a row's gradient: of p, of the one at y, of the weights. NaN for a y out of range."""
+    bad = (y < 0) | (y >= v)
+    own = tl.full((), 1.0, lse.dtype)
+    if weight_ptr is not None:
+        own = tl.load(weight_ptr + tl.where(bad, 0, y)).to(lse.dtype)
+    d_nll = tl.full((), 0.0, lse.dtype)
+    if d_nll_ptr is not None:
+        d_nll = tl.load(d_nll_ptr + row).to(lse.dtype)
+    count = tl.full((), v, lse.dtype)
+    weights = count if weights_ptr is None else tl.load(weights_ptr)
+    pull = d_nll * ((1.0 - SMOOTHING) * own + SMOOTHING / count * weights)
+    if d_zsq_ptr is not None:
+        pull += tl.load(d_zsq_ptr + row).to(lse.dtype) * 2.0 * own * lse
+    pull += tl.where(bad, float("nan"), 0.0)
+    return pull, d_nll * (1.0 - SMOOTHING) * own, d_nll * SMOOTHING / count
+
+
+@triton.jit
+def ce_store_gradient(
+    z_ptr, dz_ptr, weight_ptr, col, v, y, top, logsum, pull, target, spread,
+    SCALE: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Write pull * p - spread * weight - target at y, taken back through cap and scale, at `col`."""
+    mask = col < v
+    z = capped(tl.load(z_ptr + col, mask, other=0.0), SCALE, CAP)
+    weight = 1.0
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + col, mask, other=0.0).to(z.dtype)
+    g = pull * tl.exp((z - top) - logsum) - spread * weight - tl.where(col == y, target, 0.0)
+    if CAP != 0.0:
+        g = g * (1.0 - (z / CAP) * (z / CAP))
+    tl.store(dz_ptr + col, g * SCALE, mask)

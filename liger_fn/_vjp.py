@@ -132,6 +132,11 @@ def _plain() -> bool:
     return stack is not None and any(level.key() == TransformType.Jvp for level in stack)
 
 
+def tracked() -> bool:
+    """Whether someone may differentiate or map the running code, so that it must not reuse buffers."""
+    return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or _plain()
+
+
 def _is_legacy_batched(t: Tensor) -> bool:
     """Whether `torch.autograd.grad(is_grads_batched=True)` made t: its vmap knows no rules."""
     return torch._C._dispatch_keys(t).has(_LEGACY_BATCHED)
@@ -168,13 +173,15 @@ class _Op:
         self.outputs, self.grouped, self.opaque = outputs, grouped, opaque
         self.shares = any(not self.rows[i] for i in self.slots)
         pullback = inspect.signature(bwd["reference"]).parameters.values()
-        positional = sum(p.kind is not p.KEYWORD_ONLY for p in pullback)
+        positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in pullback)
         self.residuals = positional - outputs - len(self.names)
         self.all_rows = [True] * outputs + self.rows + [True] * self.residuals
         if not rows:
             self.all_rows = [False] * positional
         self.fwd_op = self._register(name + "_fwd", self._fwd_impl, self._fwd_fake, options, 0)
-        self.bwd_op = self._register(name + "_bwd", self._bwd_impl, self._bwd_fake, options, outputs)
+        self.bwd_op = self._register(
+            name + "_bwd", self._bwd_impl, self._bwd_fake, options, outputs
+        )
         if flops is not None:
             torch.utils.flop_counter.register_flop_formula(self.fwd_op.overloadpacket)(flops)
 
@@ -249,7 +256,13 @@ class _Op:
         return _loop(rule, groups, mapped, tensors)
 
     def _run(
-        self, pullback: bool, groups: tuple, mapped: tuple, wanted: tuple, values: tuple, a: Sequence
+        self,
+        pullback: bool,
+        groups: tuple,
+        mapped: tuple,
+        wanted: tuple,
+        values: tuple,
+        a: Sequence,
     ) -> Sequence[Tensor]:
         first = next(t for t in a if t is not None)
         backend = backend_for(first.device.type)
@@ -347,7 +360,9 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
         def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
             ctx.static = inputs[:lead]
             ctx.set_materialize_grads(False)
-            ctx.mark_non_differentiable(*(t for i, t in enumerate(output) if i >= c or not t.is_floating_point()))
+            ctx.mark_non_differentiable(
+                *(t for i, t in enumerate(output) if i >= c or not t.is_floating_point())
+            )
             ctx.save_for_backward(*inputs[lead:], *output[c:])
 
         @staticmethod
@@ -430,8 +445,14 @@ def _batch(
     for t, d, row, had in zip(tensors, dims, is_row, mapped, strict=True):
         has = t is not None and (row or d is not None)
         if has:
-            t = t.unsqueeze(depth).expand(*t.shape[:depth], size, *t.shape[depth:]) if d is None else t.movedim(d, depth)
-            if not fold and groups and not had:  # mapped here for the first time: join the inner levels
+            t = (
+                t.unsqueeze(depth).expand(*t.shape[:depth], size, *t.shape[depth:])
+                if d is None
+                else t.movedim(d, depth)
+            )
+            if (
+                not fold and groups and not had
+            ):  # mapped here for the first time: join the inner levels
                 inner = t.shape[1:]
                 t = t.reshape(size, *(1,) * len(groups), *inner).expand(size, *groups, *inner)
         moved.append(t)
@@ -447,14 +468,24 @@ def _flat(t: Tensor, groups: Sequence[int]) -> Tensor:
     return t if len(groups) == 1 else t.reshape(-1, *t.shape[len(groups) :])
 
 
-def _one_launch(rule: Callable, groups: Sequence[int], mapped: Sequence[bool], tensors: Sequence) -> tuple:
-    a = [_flat(t, groups) if t is not None and on else t for t, on in zip(tensors, mapped, strict=True)]
+def _one_launch(
+    rule: Callable, groups: Sequence[int], mapped: Sequence[bool], tensors: Sequence
+) -> tuple:
+    a = [
+        _flat(t, groups) if t is not None and on else t
+        for t, on in zip(tensors, mapped, strict=True)
+    ]
     out = rule(*a, groups=math.prod(groups))
     return tuple(t if len(groups) == 1 else t.unflatten(0, groups) for t in out)
 
 
-def _loop(rule: Callable, groups: Sequence[int], mapped: Sequence[bool], tensors: Sequence) -> tuple:
-    a = [_flat(t, groups) if t is not None and on else t for t, on in zip(tensors, mapped, strict=True)]
+def _loop(
+    rule: Callable, groups: Sequence[int], mapped: Sequence[bool], tensors: Sequence
+) -> tuple:
+    a = [
+        _flat(t, groups) if t is not None and on else t
+        for t, on in zip(tensors, mapped, strict=True)
+    ]
     outs = [
         rule(*(t[i] if t is not None and on else t for t, on in zip(a, mapped, strict=True)))
         for i in range(math.prod(groups))

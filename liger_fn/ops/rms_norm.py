@@ -129,7 +129,13 @@ def _bwd_kernel(
 
 
 def _fwd_triton(
-    x: Tensor, w: Tensor | None, *, eps: float, offset: float, casting: str, groups: int | None = None
+    x: Tensor,
+    w: Tensor | None,
+    *,
+    eps: float,
+    offset: float,
+    casting: str,
+    groups: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     n, dtype = x.shape[-1], x.dtype
     if w is not None and casting != "gemma":
@@ -170,7 +176,11 @@ def _bwd_triton(
 
 
 def _layout(x: Tensor, w: Tensor | None, n: int) -> tuple[Tensor, Tensor | None, int]:
-    return rows_of(x, n), w if w is None else w.contiguous(), n if w is not None and w.dim() == 2 else 0
+    return (
+        rows_of(x, n),
+        w if w is None else w.contiguous(),
+        n if w is not None and w.dim() == 2 else 0,
+    )
 
 
 # -- rule ------------------------------------------------------------------------------------------

@@ -1,0 +1,154 @@
+"""What the two cross entropies share: the loss of a row in plain torch, its options, the reduction.
+
+z    = softcap * tanh(logit_scale * logits / softcap)            (logit_scale * logits without a cap)
+lse  = log(sum(exp(z)))
+nll  = (1 - s) * c[y] * (lse - z[y]) + s / v * sum(c * (lse - z))     s label_smoothing, c class_weight
+zsq  = c[y] * lse**2                                                 weighed by the option z_loss
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_fn._check import check_choice, check_positive, check_same_shape, check_tensors
+from liger_fn._math import wide
+
+
+class CEStats(NamedTuple):
+    """What a cross entropy knows beside its loss; the losses reduced alike, the counts over the batch."""
+
+    loss: Tensor
+    nll: Tensor
+    z_loss: Tensor
+    n_valid: Tensor
+    n_correct: Tensor
+
+
+class Row(NamedTuple):
+    """Options that give one row its loss. Static: they reach the kernels as constants."""
+
+    ignore_index: int
+    label_smoothing: float
+    logit_scale: float
+    softcap: float | None
+
+    @property
+    def cap(self) -> float:
+        return 0.0 if self.softcap is None else float(self.softcap)
+
+
+def row_losses(
+    logits: Tensor, y: Tensor, class_weight: Tensor | None, row: Row
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Plain torch: nll, zsq, whether y is the argmax, the maximum, lse - maximum; each shaped as y."""
+    valid = y != row.ignore_index
+    # masked before exp and log: what an ignored row holds, NaN included, reaches neither value nor gradient
+    z = torch.where(valid[..., None], transformed(logits, row), 0.0)
+    bad, at = out_of_range(y, z.shape[-1], valid)
+    z = z - (top := z.detach().amax(-1, keepdim=True))
+    logsum = z.exp().sum(-1).log()
+    weight = None if class_weight is None else class_weight.to(z.dtype)
+    own = 1.0 if weight is None else weight[at]
+    nll = (1 - row.label_smoothing) * own * (logsum - z.gather(-1, at[..., None])[..., 0])
+    if row.label_smoothing:
+        gap = logsum[..., None] - z
+        spread = (gap if weight is None else weight * gap).sum(-1)
+        nll = nll + row.label_smoothing / z.shape[-1] * spread
+    top = top[..., 0]
+    zsq = own * (top + logsum) ** 2
+    correct = valid & (z.argmax(-1) == y)
+    nll, zsq = (torch.where(valid, t.masked_fill(bad, torch.nan), 0.0) for t in (nll, zsq))
+    return nll, zsq, correct, top, logsum
+
+
+def row_pullback(
+    d_nll: Tensor | None, d_zsq: Tensor | None, logits: Tensor, y: Tensor, class_weight: Tensor | None,
+    top: Tensor, logsum: Tensor, row: Row,
+) -> Tensor:  # fmt: skip
+    """Plain torch: the cotangent of logits, in the dtype of statistics; 0 where a row is ignored."""
+    s, valid = row.label_smoothing, y != row.ignore_index
+    z = torch.where(valid[..., None], transformed(logits, row), 0.0)
+    bad, at = out_of_range(y, z.shape[-1], valid)
+    weight = z.new_ones(z.shape[-1]) if class_weight is None else class_weight.to(z.dtype)
+    own, p = weight[at], (z - top[..., None] - logsum[..., None]).exp()
+    g = torch.zeros_like(z)
+    if d_nll is not None:
+        g = p * (d_nll * ((1 - s) * own + s / z.shape[-1] * weight.sum()))[..., None]
+        g = g.scatter_add(-1, at[..., None], -(d_nll * (1 - s) * own)[..., None])
+        if s:
+            g = g - (d_nll * (s / z.shape[-1]))[..., None] * weight
+    if d_zsq is not None:
+        g = g + p * (d_zsq * 2 * own * (top + logsum))[..., None]
+    if row.softcap is not None:
+        g = g * (1 - (z / row.softcap) ** 2)
+    g = (g * row.logit_scale).masked_fill(bad[..., None], torch.nan)
+    return torch.where(valid[..., None], g, 0.0)
+
+
+def transformed(logits: Tensor, row: Row) -> Tensor:
+    z = wide(logits)
+    if row.logit_scale != 1.0:
+        z = z * row.logit_scale
+    return z if row.softcap is None else row.softcap * torch.tanh(z / row.softcap)
+
+
+def out_of_range(y: Tensor, v: int, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Where y names no column although it is not ignored, and an index that is safe everywhere."""
+    bad = valid & ((y < 0) | (y >= v))
+    return bad, torch.where(valid & ~bad, y, 0).long()
+
+
+def check_rows(op: str, y: Tensor, **rows: Tensor) -> None:
+    """Hold y to one target for each row of a tensor (..., n)."""
+    ((name, t),) = rows.items()
+    if y.shape != t.shape[:-1]:
+        raise ValueError(
+            f"{op}: y must have shape {tuple(t.shape[:-1])}, one target for each row of {name}, "
+            f"got {tuple(y.shape)}"
+        )
+
+
+def check_options(
+    op: str, y: Tensor, row: Row, reduction: str, z_loss: float, token_weight: Tensor | None,
+    n_valid: float | Tensor | None,
+) -> None:  # fmt: skip
+    """Hold the options that every cross entropy has to their meaning."""
+    check_choice(op, "reduction", reduction, ("mean", "sum", "none"))
+    if not 0 <= row.label_smoothing <= 1:
+        raise ValueError(f"{op}: label_smoothing must lie in [0, 1], got {row.label_smoothing}")
+    if z_loss < 0:
+        raise ValueError(f"{op}: z_loss must be at least 0, got {z_loss}")
+    check_positive(op, "softcap", row.softcap)
+    check_tensors(op, token_weight=(token_weight, "..."))
+    check_same_shape(op, y=y, token_weight=token_weight)
+    if n_valid is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f"{op}: n_valid is for reduction 'mean', got reduction {reduction!r}")
+    if isinstance(n_valid, Tensor):
+        if n_valid.dim():
+            raise ValueError(f"{op}: n_valid must have shape (), got {tuple(n_valid.shape)}")
+    elif n_valid < 0:
+        raise ValueError(f"{op}: n_valid must be at least 0, got {n_valid}")
+
+
+def normaliser(
+    y: Tensor, class_weight: Tensor | None, ignore_index: int, reduction: str,
+    n_valid: float | Tensor | None, dtype: torch.dtype,
+) -> Tensor | None:  # fmt: skip
+    """What a mean divides by, or None; at least something: all rows ignored is loss 0, not 0 / 0."""
+    if reduction != "mean":
+        return None
+    if n_valid is None:
+        valid = y != ignore_index
+        if class_weight is not None:
+            _, at = out_of_range(y, class_weight.shape[0], valid)
+            valid = torch.where(valid, class_weight.detach()[at], 0.0)
+        n_valid = valid.sum()
+    elif not isinstance(n_valid, Tensor):
+        n_valid = torch.full((), n_valid, device=y.device, dtype=dtype)
+    n = n_valid.detach().to(y.device, dtype)
+    return torch.where(n == 0, 1.0, n)

@@ -1,0 +1,124 @@
+"""The one loop over chunks of tokens behind every fused_linear_* function.
+
+    for each chunk: z = x w^T + b, then one row pass (losses, and z turned into its gradient dz), then
+        dx = dz w,    dw += dz^T x,    db += sum of dz
+
+No (m, v) tensor beyond one chunk exists. Three matrix products a chunk with gradients, one without. Sums
+over tokens are kept in `accum_dtype`; half precision products accumulate in float32 inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from liger_fn._math import wide
+from liger_fn._vjp import tracked
+
+# bytes of one chunk of logits: enough rows on a GPU to keep its products at full speed; on a CPU a
+# chunk is held a few times over (logits, exponentials, gradient) and gains nothing from more rows
+_BUDGET = {"cpu": 16 << 20}
+_BUDGET_GPU = 1 << 30
+
+Rows = Callable[..., tuple[tuple[Tensor, ...], Tensor | None]]
+
+
+def chunk_size(v: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Tokens per chunk that keep its logits within the byte budget of the device."""
+    rows = _BUDGET.get(device.type, _BUDGET_GPU) // max(1, v * logits_dtype(dtype, device).itemsize)
+    return max(16, rows // 128 * 128 if rows >= 128 else rows)
+
+
+def product_dtype(w: Tensor, x: Tensor, b: Tensor | None) -> torch.dtype:
+    """What the operands of w, x and b are cast to: the dtype of autocast, else what they promote to."""
+    dtype = torch.promote_types(w.dtype, x.dtype)
+    if b is not None:
+        dtype = torch.promote_types(dtype, b.dtype)
+    if dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return dtype
+
+
+def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """bfloat16 logits have the range of float32; float16 ones overflow, and a CPU gains nothing."""
+    return dtype if dtype != torch.float16 and device.type != "cpu" else wide(dtype)
+
+
+def head_loop(
+    rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, row_args: tuple[Tensor | None, ...], *,
+    chunk: int, compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, bool, bool],
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Run `rows` on the logits of each chunk of x (m, d).
+
+    Args:
+        rows: row pass: (z, y, *row_args of the chunk, gradient) to (results per row, dz or None).
+        w: projection (v, d).
+        x: activations (m, d).
+        b: bias (v,).
+        y: targets (m,).
+        row_args: more tensors (m,), passed on by chunk.
+        chunk: tokens per step, at most.
+        compute: dtype of the operands of the products.
+        accum_dtype: dtype of the sums dw.
+        wanted: whether dw, dx and db are to be formed.
+
+    Returns:
+        Results per row, each (m,), then dw (v, d), dx (m, d) and db (v,), or None where not wanted.
+    """
+    m, zdtype = x.shape[0], logits_dtype(compute, x.device)
+    operand = compute if x.device.type != "cpu" else zdtype
+    # values round to `compute` first, also where the products run wider
+    w, x = w.to(compute).to(operand), x.to(compute).to(operand)
+    own = not tracked()  # nobody differentiates this loop: it may reuse its own buffers
+    step = -(-m // max(1, -(-m // chunk)))
+    size = min(chunk, -(-step // 16) * 16)
+    accum = accum_dtype if compute != torch.float64 else compute
+    buffer = x.new_empty(min(size, m), w.shape[0], dtype=zdtype) if own else None
+    dx = x.new_empty(x.shape) if own and wanted[1] else None
+    dw = db = None
+    parts, dxs = [], []
+    with torch.autocast(x.device.type, enabled=False):
+        for i in range(0, max(m, 1), max(size, 1)):
+            at = slice(i, i + size)
+            z = _mm(x[at], w.t(), zdtype, None if buffer is None else buffer[: x[at].shape[0]])
+            if b is not None:
+                z = z.add_(b.to(compute)) if own else z + b.to(compute)
+            part, dz = rows(z, y[at], *(a if a is None else a[at] for a in row_args), any(wanted))
+            parts.append(part)
+            if dz is None:
+                continue
+            if wanted[2]:
+                d = dz.sum(0, dtype=wide(compute))
+                db = d if db is None else db + d
+            dz = dz.to(operand)
+            if wanted[1]:
+                dxs.append(_mm(dz, w, operand, None if dx is None else dx[at]))
+            if wanted[0]:
+                dw = _accumulate(dw, dz.t(), x[at], accum, own)
+    if wanted[1] and dx is None:
+        dx = torch.cat(dxs)
+    return tuple(map(torch.cat, zip(*parts, strict=True))), dw, dx, db
+
+
+def _mm(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if a.dtype == dtype:
+        return a @ b if out is None else torch.mm(a, b, out=out)
+    if out is None:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b, out_dtype=dtype, out=out)
+
+
+def _accumulate(sums: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, own: bool) -> Tensor:
+    if sums is None:
+        return (
+            _mm(a, b, dtype, None)
+            if dtype != torch.bfloat16 or a.dtype == dtype
+            else (a @ b).to(dtype)
+        )
+    if a.dtype == dtype:
+        return torch.addmm(sums, a, b, out=sums) if own else torch.addmm(sums, a, b)
+    if dtype == torch.float32:
+        return torch.addmm(sums, a, b, out_dtype=dtype, out=sums if own else None)
+    return sums.add_((a @ b).to(dtype)) if own else sums + (a @ b).to(dtype)

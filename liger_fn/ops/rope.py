@@ -1,0 +1,244 @@
+"""Rotary position embedding of queries and keys.
+
+    y = x * cos + rot(x) * sin        on the first r entries of each head; the tail passes through
+
+    layout "half":         rot(x) = (-x2, x1) for the halves x1, x2 of the r entries (NeoX, Llama)
+    layout "interleaved":  rot(x) = (-x1, x0, -x3, x2, ...); pair i turns by entry i of cos and sin (GLM)
+
+    q: (..., h, t, k)   k: (..., hk, t, k)   cos, sin: (..., t, r), r <= k
+
+Pullback of dy, since rot is antisymmetric:
+
+    dx   = dy * cos - rot(dy * sin)
+    dcos = sum over heads of dy * x,   dsin = sum over heads of dy * rot(x)
+
+Products are taken in the dtype that x and cos promote to, as torch does; y has the dtype of x.
+Su et al., 2021, arXiv:2104.09864; half-width form: Black et al., 2022, arXiv:2204.06745.
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from liger_fn._check import check_choice, check_same_shape, check_tensors
+from liger_fn._launch import launch, tl, triton
+from liger_fn._math import rounded, up, wide
+from liger_fn._vjp import custom_vjp
+
+# -- reference -------------------------------------------------------------------------------------
+
+
+def _rot(x: Tensor, layout: str) -> Tensor:
+    if layout == "half":
+        x1, x2 = x.chunk(2, -1)
+        return torch.cat((-x2, x1), -1)
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def _spread(c: Tensor, layout: str) -> Tensor:
+    """Angles of every entry of a head: (..., t, r) to (..., 1, t, r)."""
+    if layout == "interleaved":
+        c = c[..., : c.shape[-1] // 2].repeat_interleave(2, -1)
+    return c.unsqueeze(-3)
+
+
+def _fwd_ref(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str
+) -> tuple[Tensor, Tensor]:
+    r, cos, sin = cos.shape[-1], _spread(cos, layout), _spread(sin, layout)
+    q1, k1 = ((x[..., :r] * cos + _rot(x[..., :r], layout) * sin).to(x.dtype) for x in (q, k))
+    return torch.cat((q1, q[..., r:]), -1), torch.cat((k1, k[..., r:]), -1)
+
+
+def _bwd_ref(
+    dq: Tensor | None, dk: Tensor | None, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *,
+    layout: str, wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    out: list[Tensor | None] = [
+        _pull_x(d, x, cos, sin, layout) if want else None
+        for want, d, x in zip(wanted, (dq, dk), (q, k))
+    ]
+    return *out, *_pull_angles(dq, dk, q, k, cos, sin, layout, wanted[2:])
+
+
+def _pull_x(d: Tensor | None, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    if d is None:
+        return torch.zeros_like(x)
+    r, d1 = cos.shape[-1], wide(d[..., : cos.shape[-1]])
+    d1 = d1 * _spread(cos, layout) - _rot(d1 * _spread(sin, layout), layout)
+    return torch.cat((d1.to(x.dtype), d[..., r:]), -1)
+
+
+def _pull_angles(
+    dq: Tensor | None, dk: Tensor | None, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
+    layout: str, wanted: tuple[bool, ...],
+) -> list[Tensor | None]:  # fmt: skip
+    out: list[Tensor | None] = []
+    r = cos.shape[-1]
+    pairs = [(wide(d[..., :r]), wide(x[..., :r])) for d, x in ((dq, q), (dk, k)) if d is not None]
+    for c, want, turn in zip((cos, sin), wanted, (lambda x: x, lambda x: _rot(x, layout))):
+        if not want:
+            out.append(None)
+            continue
+        dc = sum((d * turn(x)).sum(-3) for d, x in pairs)
+        if layout == "interleaved":
+            dc = rearrange(dc, "... (p two) -> ... p two", two=2).sum(-1)
+            dc = torch.cat((dc, torch.zeros_like(dc)), -1)
+        out.append(dc.sum_to_size(c.shape).to(c.dtype))
+    return out
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rope_kernel(
+    x_ptr, y_ptr, cos_ptr, sin_ptr, h, t, width, r, xb, xh, xt, yb, yh, yt, angle_b,
+    BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # one token and BLOCK_H of its heads; strides of both tensors, so that no layout needs a copy
+    token = tl.program_id(0).to(tl.int64)
+    b, time = token // t, token % t
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    x_ptr += b * xb + time * xt + head * xh
+    y_ptr += b * yb + time * yt + head * yh
+    angle = b * angle_b + time * r
+    half = r // 2
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = (head < h) & (col < half)
+    one = 2 * col if INTERLEAVED else col
+    two = one + (1 if INTERLEAVED else half)
+    c1 = tl.load(cos_ptr + angle + col, col < half, other=0.0)
+    s1 = tl.load(sin_ptr + angle + col, col < half, other=0.0)
+    c2, s2 = c1, s1
+    if not INTERLEAVED:
+        c2 = tl.load(cos_ptr + angle + half + col, col < half, other=0.0)
+        s2 = tl.load(sin_ptr + angle + half + col, col < half, other=0.0)
+    x1 = up(tl.load(x_ptr + one, mask, other=0.0))
+    x2 = up(tl.load(x_ptr + two, mask, other=0.0))
+    if BACKWARD:
+        y1 = x1 * up(c1) + x2 * up(s2)
+        y2 = x2 * up(c2) - x1 * up(s1)
+    elif x_ptr.dtype.element_ty == cos_ptr.dtype.element_ty:
+        y1 = rounded(x1 * up(c1), c1) - rounded(x2 * up(s1), c1)
+        y2 = rounded(x2 * up(c2), c1) + rounded(x1 * up(s2), c1)
+    else:
+        y1 = x1 * up(c1) - x2 * up(s1)
+        y2 = x2 * up(c2) + x1 * up(s2)
+    tl.store(y_ptr + one, y1, mask)
+    tl.store(y_ptr + two, y2, mask)
+    for k in range(r, width, BLOCK):
+        tail = (head < h) & (k + col < width)
+        tl.store(y_ptr + k + col, tl.load(x_ptr + k + col, tail), tail)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, *, backward: bool) -> Tensor:
+    *lead, h, t, width = x.shape
+    r, y = cos.shape[-1], torch.empty_like(x)
+    x4, y4 = x.reshape(-1, h, t, width), y.view(-1, h, t, width) if len(lead) != 1 else y
+    if width > 1 and x4.stride(-1) != 1:
+        x4 = x4.contiguous()
+    cos, sin = cos.expand(*lead, t, r), sin.expand(*lead, t, r)
+    shared = all(
+        s == 0 or n == 1 for c in (cos, sin) for n, s in zip(lead, c.stride(), strict=False)
+    )
+    cos, sin = ((c[(0,) * len(lead)] if shared else c).contiguous() for c in (cos, sin))
+    block = triton.next_power_of_2(r // 2)
+    block_h = min(triton.next_power_of_2(h), max(1, 2048 // block))
+    launch(
+        _rope_kernel, (x4.shape[0] * t, -(-h // block_h)), x4, y4, cos, sin, h, t, width, r,
+        *x4.stride()[:3], *y4.stride()[:3], 0 if shared else t * r,
+        BACKWARD=backward, INTERLEAVED=layout == "interleaved", BLOCK_H=block_h, BLOCK=block,
+    )  # fmt: skip
+    return y
+
+
+def _fwd_triton(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str
+) -> tuple[Tensor, Tensor]:
+    q, k = (_rotate(x, cos, sin, layout, backward=False) for x in (q, k))
+    return q, k
+
+
+def _bwd_triton(
+    dq: Tensor | None, dk: Tensor | None, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *,
+    layout: str, wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    out: list[Tensor | None] = []
+    for want, d, x in zip(wanted, (dq, dk), (q, k), strict=False):
+        if want and d is None:
+            out.append(torch.zeros_like(x))
+        else:
+            out.append(
+                _rotate(d, cos, sin, layout, backward=True) if want and d is not None else None
+            )
+    # learned angles are rare: plain torch
+    return *out, *_pull_angles(dq, dk, q, k, cos, sin, layout, wanted[2:])
+
+
+def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+# -- rule ------------------------------------------------------------------------------------------
+
+_rope = custom_vjp(
+    "rope",
+    fwd={"reference": _fwd_ref, "triton": _fwd_triton},
+    bwd={"reference": _bwd_ref, "triton": _bwd_triton},
+    differentiable=("q", "k", "cos", "sin"),
+    rows=("q", "k", "cos", "sin"),
+    outputs=2,
+    fake=_fake,
+)
+
+
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half"
+) -> tuple[Tensor, Tensor]:
+    """Turn queries and keys by the angles of their positions.
+
+    Args:
+        q: queries (..., h, t, k), any strides: the transposed view of (..., t, h, k) is read in place.
+        k: keys (..., hk, t, k); hk may differ from h.
+        cos: cosines (..., t, r) with r <= k even; leading axes broadcast to those of q without the
+            heads, so one table serves a batch or each row has its own positions. Any floating dtype.
+        sin: sines, shaped as cos.
+        layout: "half" pairs entry i with i + r/2, each half reading its own columns of cos and sin;
+            "interleaved" pairs entries 2i and 2i + 1, which both read column i < r/2.
+
+    Returns:
+        The turned (q, k), shaped and typed like the arguments; entries from r on are unchanged, bit for bit.
+
+    Raises:
+        ValueError: axes disagree, r is odd or above k, cos does not broadcast, or layout is unknown.
+        TypeError: an argument is not a floating tensor.
+
+    Example:
+        >>> one = torch.tensor([[[1.0, 0.0]]])
+        >>> rope(one, one, torch.zeros(1, 2), torch.ones(1, 2))[0]
+        tensor([[[0., 1.]]])
+
+    References:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv:2104.09864.
+    """
+    check_tensors(
+        "rope", q=(q, "... h t k"), k=(k, "... hk t k"), cos=(cos, "... t r"), sin=(sin, "... t r")
+    )
+    check_choice("rope", "layout", layout, ("half", "interleaved"))
+    check_same_shape("rope", cos=cos, sin=sin)
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(
+            f"rope: leading axes are {tuple(k.shape[:-3])} in k but {tuple(q.shape[:-3])} in q"
+        )
+    lead, own, r = q.shape[:-3], cos.shape[:-2], cos.shape[-1]
+    if r % 2 or r > q.shape[-1]:
+        raise ValueError(f"rope: axis r of cos must be even and at most {q.shape[-1]}, got {r}")
+    own = (1,) * (len(lead) - len(own)) + tuple(own)
+    if len(own) > len(lead) or any(n not in (1, size) for n, size in zip(own, lead, strict=True)):
+        raise ValueError(
+            f"rope: leading axes of cos must broadcast to {tuple(lead)}, got {tuple(cos.shape[:-2])}"
+        )
+    return _rope(
+        q, k, cos.reshape(*own, *cos.shape[-2:]), sin.reshape(*own, *sin.shape[-2:]), layout=layout
+    )

@@ -1,0 +1,37 @@
+"""Where the suite runs: on a GPU natively, else on the CPU with kernels in Triton's interpreter."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined: before liger_fn is imported
+
+import liger_fn
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=["reference", "triton"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test on one backend, then on the other."""
+    with liger_fn.using(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    """Fixed seeds, fresh compilations, and NaN in all memory that is left empty."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
