@@ -53,10 +53,17 @@ def _check_axes(
 
 def check_same_shape(op: str, **named: Tensor | None) -> None:
     """Hold tensors to one shape."""
-    given = {name: tuple(t.shape) for name, t in named.items() if t is not None}
-    if len(set(given.values())) > 1:
-        shapes = " but ".join(f"{shape} in {name}" for name, shape in given.items())
-        raise ValueError(f"{op}: the shape must be the same: it is {shapes}")
+    home: tuple[str, torch.Size] | None = None
+    for name, t in named.items():
+        if t is None:
+            continue
+        if home is None:
+            home = name, t.shape
+        elif t.shape != home[1]:
+            raise ValueError(
+                f"{op}: the shape must be the same: {tuple(t.shape)} in {name} but "
+                f"{tuple(home[1])} in {home[0]}"
+            )
 
 
 def check_choice(op: str, name: str, value: object, choices: Collection[str]) -> None:

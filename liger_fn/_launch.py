@@ -53,7 +53,7 @@ def using(backend: Backend) -> Iterator[None]:
 
     Example:
         >>> with using("reference"):
-        ...     liger_fn.relu2_like = None  # doctest: +SKIP
+        ...     y = liger_fn.swiglu(torch.ones(2), torch.ones(2))
     """
     if backend not in ("reference", "triton"):
         raise ValueError(f"using: backend must be 'reference' or 'triton', got {backend!r}")
@@ -90,9 +90,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **meta: object) ->
         kernel[grid](*args, **meta)
 
 
-def row_tile(n: int, limit: int = _MAX_BLOCK) -> dict[str, int]:
-    """Block and warps for a kernel that walks rows of n elements, BLOCK at a time."""
-    block = min(1 << max(n - 1, 0).bit_length(), limit)
+def row_tile(n: int, limit: int | None = None) -> dict[str, int]:
+    """Block and warps for a kernel that walks rows of n elements, at most `limit` at a time."""
+    block = min(1 << max(n - 1, 0).bit_length(), limit or _MAX_BLOCK, _MAX_BLOCK)
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 
 

@@ -47,11 +47,9 @@ def tanh(x):
 
 
 @triton.jit
-def rounded(x, like):
-    """Round to the element type of `like`, a tensor or a pointer, and widen again."""
-    if like.dtype.is_ptr():
-        return up(x.to(like.dtype.element_ty))
-    return up(x.to(like.dtype))
+def rounded(x, dtype: tl.constexpr):
+    """Round to a type and widen again."""
+    return up(x.to(dtype))
 
 
 @triton.jit

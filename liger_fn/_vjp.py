@@ -142,6 +142,21 @@ def _is_legacy_batched(t: Tensor) -> bool:
     return torch._C._dispatch_keys(t).has(_LEGACY_BATCHED)
 
 
+def _legacy_vmap(pull: Callable, ct: tuple) -> tuple[Tensor, ...]:
+    """Pull back cotangents that carry an axis of the old vmap by way of the new one."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    on = [d is not None and _is_legacy_batched(d) for d in ct]
+    live = [torch._remove_batch_dim(d, level, 0, 0) if b else d for d, b in zip(ct, on, strict=True) if d is not None]
+    dims = tuple(0 if b else None for d, b in zip(ct, on, strict=True) if d is not None)
+
+    def of_live(*some: Tensor) -> tuple[Tensor, ...]:
+        left = iter(some)
+        return tuple(pull(*(None if d is None else next(left) for d in ct)))
+
+    return tuple(torch._add_batch_dim(g, 0, level) for g in torch.vmap(of_live, dims)(*live))
+
+
 class _Op:
     """The table of one op, and how its rules are run: which backend, which groups, visible or direct."""
 
@@ -394,7 +409,9 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
     def pull_back(
         groups: tuple, marks: tuple, wanted: tuple, values: tuple, ct: tuple, saved: tuple
     ) -> Sequence[Tensor]:
-        if _plain() or any(d is not None and _is_legacy_batched(d) for d in ct):
+        if any(d is not None and _is_legacy_batched(d) for d in ct):
+            return _legacy_vmap(lambda *d: pull_back(groups, marks, wanted, values, d, saved), ct)
+        if _plain():
             rule = op.reference_pullback(groups, marks[: c + n], wanted, values)
             return rule(*ct, *saved[:n])
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():

@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined: before liger_fn is imported
 
 import liger_fn
+from liger_fn import _launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -24,6 +25,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def device() -> torch.device:
     return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give kernels the longest block that a row of the table asks for."""
+    row = request.getfixturevalue("row") if "row" in request.fixturenames else None
+    if row is not None and row.block is not None:
+        monkeypatch.setattr(_launch, "_MAX_BLOCK", row.block)
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ class Row:
     make: Callable[[Generator], dict[str, Tensor]]
     differentiable: tuple[str, ...]
     covers: str  # the public name
+    block: int | None = None  # longest block of a kernel, to make short rows long ones
 
     def arguments(self, device: torch.device | str = "cpu", seed: int = 0) -> dict[str, Tensor]:
         made = self.make(torch.Generator().manual_seed(seed))
@@ -159,14 +160,14 @@ ROWS = [
         lambda g: {"x": normal(g, 2, 3, 5), "w": normal(g, 5)}, W, "rms_norm"),
     Row("rms_norm-gemma", bound(liger_fn.rms_norm, eps=0.1, offset=1.0, casting="gemma"),
         bound(rms_norm, eps=0.1, offset=1.0),
-        lambda g: {"x": normal(g, 3, 6), "w": normal(g, 6)}, W, "rms_norm"),
+        lambda g: {"x": normal(g, 3, 6), "w": normal(g, 6)}, W, "rms_norm", block=4),
     Row("rms_norm-no-gain", lambda x: liger_fn.rms_norm(x, None, 0.1, casting="none"),
         lambda x: rms_norm(x, None, 0.1), lambda g: {"x": normal(g, 3, 5)}, ("x",), "rms_norm"),
     Row("swiglu", liger_fn.swiglu, lambda gate, up: F.silu(gate) * up,
         lambda g: dict(zip(("gate", "up"), normal(g, 2, 3, 10).chunk(2, -1), strict=True)),
         ("gate", "up"), "swiglu"),
     Row("swiglu_packed", liger_fn.swiglu_packed, lambda p: F.silu(p[..., :5]) * p[..., 5:],
-        lambda g: {"gate_up": normal(g, 2, 3, 10)}, ("gate_up",), "swiglu_packed"),
+        lambda g: {"gate_up": normal(g, 2, 3, 10)}, ("gate_up",), "swiglu_packed", block=4),
     Row("rope", liger_fn.rope, bound(rope_oracle, pairs=False),
         lambda g: rope_arguments(g, 8, positions=False), ("q", "k", "cos", "sin"), "rope"),
     Row("rope-interleaved-partial", bound(liger_fn.rope, layout="interleaved"),
@@ -175,7 +176,7 @@ ROWS = [
     Row("cross_entropy", ce, first(ce_oracle), lambda g: ce_arguments(g, full=False),
         ("logits",), "cross_entropy"),
     Row("cross_entropy-all", bound(ce, **ALL, n_valid=3.5), first(bound(ce_oracle, **ALL, n_valid=3.5)),
-        lambda g: ce_arguments(g, full=True), LOGITS, "cross_entropy"),
+        lambda g: ce_arguments(g, full=True), LOGITS, "cross_entropy", block=4),
     Row("cross_entropy-none", bound(ce, **ALL, reduction="none"),
         first(bound(ce_oracle, **ALL, reduction="none")),
         lambda g: ce_arguments(g, full=True), LOGITS, "cross_entropy"),
@@ -184,7 +185,7 @@ ROWS = [
     Row("fused_linear_ce", linear, first(linear_oracle), lambda g: linear_arguments(g, full=False),
         ("w", "x"), "fused_linear_ce"),
     Row("fused_linear_ce-all", bound(linear, **ALL), first(bound(linear_oracle, **ALL)),
-        lambda g: linear_arguments(g, full=True), LINEAR, "fused_linear_ce"),
+        lambda g: linear_arguments(g, full=True), LINEAR, "fused_linear_ce", block=4),
     Row("fused_linear_ce-none", bound(linear, **ALL, reduction="none"),
         first(bound(linear_oracle, **ALL, reduction="none")),
         lambda g: linear_arguments(g, full=True), LINEAR, "fused_linear_ce"),

@@ -61,13 +61,14 @@ def _fwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), rstd_ptr.dtype.element_ty)
+    t: tl.constexpr = x_ptr.dtype.element_ty
     for k in range(0, n, BLOCK):
         x = up(tl.load(x_ptr + row * n + k + col, k + col < n, other=0.0))
-        squares += rounded(x * x, x_ptr) if CASTING == "none" else x * x
+        squares += rounded(x * x, t) if CASTING == "none" else x * x
     mean = tl.sum(squares) / n
     if CASTING == "none":  # plain torch in the dtype of x rounds after every step
-        rstd = 1.0 / tl.sqrt(rounded(rounded(mean, x_ptr) + EPS, x_ptr))
-        rstd = rounded(rstd, x_ptr)
+        rstd = 1.0 / tl.sqrt(rounded(rounded(mean, t) + EPS, t))
+        rstd = rounded(rstd, t)
     else:
         rstd = 1.0 / tl.sqrt(mean + EPS)
     tl.store(rstd_ptr + row, rstd)
@@ -75,10 +76,10 @@ def _fwd_kernel(
         mask = k + col < n
         y = up(tl.load(x_ptr + row * n + k + col, mask, other=0.0)) * rstd
         if CASTING != "gemma":
-            y = rounded(y, x_ptr)
+            y = rounded(y, t)
         if w_ptr is not None:
             w = tl.load(w_ptr + row // per_group * w_stride + k + col, mask, other=0.0)
-            y = y * (up(w) + OFFSET if CASTING == "gemma" else rounded(up(w) + OFFSET, w))
+            y = y * (up(w) + OFFSET if CASTING == "gemma" else rounded(up(w) + OFFSET, w.dtype))
         tl.store(y_ptr + row * n + k + col, y, mask)
 
 
@@ -123,7 +124,7 @@ def _bwd_kernel(
             g = dy * gain
             c = tl.sum(g * xhat) / n if c_ptr is None else tl.load(c_ptr + row)
             tl.store(dx_ptr + row * n + col, rstd * (g - xhat * c), mask)
-        dw += dy * (xhat if CASTING == "gemma" else rounded(xhat, x_ptr))
+        dw += dy * (xhat if CASTING == "gemma" else rounded(xhat, x_ptr.dtype.element_ty))
     if dw_ptr is not None:
         tl.store(dw_ptr + (group * tl.num_programs(0) + strip) * n + col, dw, mask)
 

@@ -64,9 +64,10 @@ def _bwd_ref(
 def _pull_x(d: Tensor | None, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     if d is None:
         return torch.zeros_like(x)
-    r, d1 = cos.shape[-1], wide(d[..., : cos.shape[-1]])
+    r = cos.shape[-1]
+    d1 = wide(d.narrow(-1, 0, r))  # an index here would stop is_grads_batched: no rule for an alias
     d1 = d1 * _spread(cos, layout) - _rot(d1 * _spread(sin, layout), layout)
-    return torch.cat((d1.to(x.dtype), d[..., r:]), -1)
+    return torch.cat((d1.to(x.dtype), d.narrow(-1, r, x.shape[-1] - r)), -1)
 
 
 def _pull_angles(
@@ -75,7 +76,7 @@ def _pull_angles(
 ) -> list[Tensor | None]:  # fmt: skip
     out: list[Tensor | None] = []
     r = cos.shape[-1]
-    pairs = [(wide(d[..., :r]), wide(x[..., :r])) for d, x in ((dq, q), (dk, k)) if d is not None]
+    pairs = [(wide(d.narrow(-1, 0, r)), wide(x[..., :r])) for d, x in ((dq, q), (dk, k)) if d is not None]
     for c, want, turn in zip((cos, sin), wanted, (lambda x: x, lambda x: _rot(x, layout))):
         if not want:
             out.append(None)
@@ -120,8 +121,8 @@ def _rope_kernel(
         y1 = x1 * up(c1) + x2 * up(s2)
         y2 = x2 * up(c2) - x1 * up(s1)
     elif x_ptr.dtype.element_ty == cos_ptr.dtype.element_ty:
-        y1 = rounded(x1 * up(c1), c1) - rounded(x2 * up(s1), c1)
-        y2 = rounded(x2 * up(c2), c1) + rounded(x1 * up(s2), c1)
+        y1 = rounded(x1 * up(c1), c1.dtype) - rounded(x2 * up(s1), c1.dtype)
+        y2 = rounded(x2 * up(c2), c1.dtype) + rounded(x1 * up(s2), c1.dtype)
     else:
         y1 = x1 * up(c1) - x2 * up(s1)
         y2 = x2 * up(c2) + x1 * up(s2)

@@ -57,7 +57,7 @@ def _fwd_kernel(gate_ptr, up_ptr, y_ptr, n, gate_stride, up_stride, BLOCK: tl.co
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = up(tl.load(gate_ptr + row * gate_stride + col, col < n, other=0.0))
     u = up(tl.load(up_ptr + row * up_stride + col, col < n, other=0.0))
-    tl.store(y_ptr + row * n + col, rounded(g * tl.sigmoid(g), gate_ptr) * u, col < n)
+    tl.store(y_ptr + row * n + col, rounded(g * tl.sigmoid(g), gate_ptr.dtype.element_ty) * u, col < n)
 
 
 @triton.jit

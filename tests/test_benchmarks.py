@@ -1,0 +1,115 @@
+"""The benchmark harness on tiny shapes of a CPU: not what it measures, only that it is right."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_fn
+from benchmarks import __main__ as harness
+from benchmarks.cases import OPS, Op, Peer
+from benchmarks.measure import Inputs, rates
+
+TINY = {
+    "rms_norm": (6, 16),
+    "swiglu": (6, 16),
+    "rope": (2, 5, 4, 2, 8),
+    "cross_entropy": (6, 24),
+    "fused_linear_ce": (6, 8, 24),
+}
+BY_NAME = {op.name: op for op in OPS}
+
+
+def measured(
+    ops: list[Op], out: Path, monkeypatch: pytest.MonkeyPatch, *more: str
+) -> tuple[list, str]:
+    monkeypatch.setattr(harness, "OPS", [replace(op, cpu=[TINY[op.name]]) for op in ops])
+    slow = {"copy": 1e9, "matmul": 1e9, "products": {"8x8x8": 1e9}}
+    monkeypatch.setattr(harness.measure, "rates", lambda *_: slow)
+    with liger_fn.using("reference"):
+        page = harness.main(["--quick", "--device", "cpu", "--out", str(out), *more])
+    report = json.loads(page.with_suffix(".json").read_text())
+    assert report["versions"]["torch"] == torch.__version__
+    return report["rows"], page.read_text()
+
+
+def test_every_op_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, page = measured(OPS, tmp_path, monkeypatch)
+    assert {(r["op"], r["peer"]) for r in rows} == {
+        (n, p) for n in TINY for p in ("liger_fn", "torch")
+    }
+    for row in rows:
+        assert row["status"] == "ok", row
+        assert row["eager"]["fwd"]["ms"] > 0
+        assert row["eager"]["fwd+bwd"]["ms"] > 0
+        assert not row["overwrites"]
+        assert set(row["bound"]) == set(row["error"])
+    assert {tuple(r["shape"]) for r in rows if r.get("note") == "host"} == {(8, 64)}
+    assert [text.split(",")[0] for text in page.split("\n## ")[1:]] == list(TINY)
+
+
+def test_only_the_ops_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, _ = measured(OPS, tmp_path, monkeypatch, "--op", "rope", "swiglu")
+    assert {row["op"] for row in rows} == {"swiglu", "rope"}
+
+
+def test_wrong_is_not_timed_and_failures_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nan(gate: Tensor, up: Tensor) -> Tensor:
+        return gate * up * torch.nan
+
+    def short(gate: Tensor, up: Tensor) -> Tensor:
+        return (gate * up)[1:]
+
+    def spoil(gate: Tensor, up: Tensor) -> Tensor:
+        y = torch.nn.functional.silu(gate) * up.clone()
+        up.data.zero_()
+        return y
+
+    def absent() -> None:
+        raise ImportError("no | such\nthing")
+
+    others = [
+        Peer("off", "torch", lambda: lambda gate, up: torch.sigmoid(gate) * up),
+        Peer("nan", "torch", lambda: nan),
+        Peer("short", "torch", lambda: short),
+        Peer("spoil", "torch", lambda: spoil),
+        Peer("absent", "torch", absent),
+        Peer("not installed", "no_such_package", absent),
+    ]
+    op = replace(BY_NAME["swiglu"], others=others, host=None)
+    rows, page = measured([op], tmp_path, monkeypatch)
+    by_peer = {row["peer"]: row for row in rows}
+    assert {peer: row["status"] for peer, row in by_peer.items()} == {
+        "torch": "ok",
+        "off": "wrong",
+        "nan": "wrong",
+        "short": "failed",
+        "spoil": "ok",
+        "absent": "failed",
+    }
+    assert {peer for peer, row in by_peer.items() if "eager" in row} == {"torch", "spoil"}
+    assert by_peer["spoil"]["overwrites"] == ["up"]
+    assert by_peer["short"]["note"] == "ValueError: y has shape (5, 16)"
+    assert "ImportError: no / such thing |" in page
+
+
+def test_inputs_come_back() -> None:
+    x, w, dy = torch.randn(3, 4), torch.randn(4), torch.randn(3, 4)
+    inputs = Inputs(BY_NAME["rms_norm"], ({"x": x, "w": w}, (dy,)))
+    for t in (inputs.untracked[0], inputs.upstream[0]):
+        t.zero_()
+    assert inputs.overwritten() == {"x", "dy"}
+    inputs.restore()
+    assert inputs.overwritten() == set()
+    assert [t.requires_grad for t in inputs.untracked] == [False, True]
+
+
+def test_rates() -> None:
+    found = rates(torch.device("cpu"), torch.float32, 0.0)
+    assert found["copy"] > 0
+    assert found["matmul"] == max(found["products"].values()) > 0

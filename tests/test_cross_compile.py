@@ -1,0 +1,128 @@
+"""Every kernel compiles for every GPU that we name, on a machine that has none of them.
+
+Kernels are found, not listed: every `@triton.jit` function named *_kernel under liger_fn/ops. How each is
+launched is recorded by running the rows of the table in the interpreter, so a kernel that no row launches
+fails here. Compilation needs Triton without its interpreter: a fresh process per target.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import liger_fn
+from liger_fn import _launch
+from tests.table import ROWS, Row
+
+ROOT = Path(liger_fn.__file__).parent
+TARGETS = {
+    "cuda-80": ("cuda", 80, 32, 163 << 10),
+    "cuda-90": ("cuda", 90, 32, 227 << 10),
+    "cuda-100": ("cuda", 100, 32, 227 << 10),
+    "gfx942": ("hip", "gfx942", 64, 64 << 10),
+    "gfx950": ("hip", "gfx950", 64, 160 << 10),
+    "gfx1100": ("hip", "gfx1100", 32, 64 << 10),
+}
+POINTERS = {
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.int64: "*i64", torch.bool: "*i1",
+}  # fmt: skip
+
+
+def kernels() -> set[str]:
+    """Module and name of every kernel in the sources."""
+    found = set()
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                assert any("jit" in ast.dump(d) for d in node.decorator_list)
+                module = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+                found.add(f"{module}:{node.name}")
+    return found
+
+
+@functools.cache
+def launches() -> list[dict[str, Any]]:
+    """How the rows of the table launch kernels: bfloat16 in their tiles, float32 in the largest ones."""
+    seen: dict[str, dict[str, Any]] = {}
+
+    def record(kernel: Any, grid: tuple[int, ...], *args: object, **meta: object) -> None:
+        names = kernel.arg_names
+        signature, constants = {}, {}
+        for name, a in zip(names, args, strict=False):
+            if isinstance(a, torch.Tensor):
+                signature[name] = POINTERS[a.dtype]
+            elif isinstance(a, int):
+                signature[name] = "i32"
+            else:
+                signature[name], constants[name] = "constexpr", a
+        for name in names[len(args) :]:
+            signature[name], constants[name] = "constexpr", meta[name]
+        fn = kernel.fn
+        one = {"kernel": f"{fn.__module__}:{fn.__name__}", "signature": signature}
+        one |= {"constants": constants, "num_warps": meta.get("num_warps", 4)}
+        seen[json.dumps(one)] = one
+
+    modules = [sys.modules[name] for name in {k.split(":")[0] for k in kernels()}]
+    tile = _launch.row_tile
+    for longest, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        with pytest.MonkeyPatch.context() as patch, liger_fn.using("triton"):
+            for module in modules:
+                patch.setattr(module, "launch", record)
+                if longest and hasattr(module, "row_tile"):
+                    patch.setattr(module, "row_tile", lambda n, *limit: tile(1 << 20, *limit))
+            for row in ROWS:
+                if not longest:
+                    patch.setattr(_launch, "_MAX_BLOCK", row.block or 1 << 20)
+                run(row, dtype)
+    return list(seen.values())
+
+
+def run(row: Row, dtype: torch.dtype) -> None:
+    args = row.arguments()
+    given = {n: t.to(dtype) if t.is_floating_point() else t for n, t in args.items()}
+    given |= {n: given[n].requires_grad_() for n in row.differentiable}
+    out = row.fn(*given.values())
+    sum(t.sum() for t in torch.utils._pytree.tree_leaves(out)).backward()
+
+
+COMPILE = """
+import importlib, json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+backend, arch, warp, limit, launches = json.load(sys.stdin)
+worst = {}
+for one in launches:
+    module, name = one["kernel"].split(":")
+    fn = getattr(importlib.import_module(module), name)
+    source = ASTSource(fn=fn, signature=one["signature"], constexprs=one["constants"])
+    options = {"num_warps": one["num_warps"]}
+    made = triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
+    assert made.metadata.shared <= limit, (one, made.metadata.shared, limit)
+    worst[one["kernel"]] = made.metadata.shared
+json.dump(sorted(worst), sys.stdout)
+"""
+
+
+@pytest.mark.skipif(not _launch._INTERPRET, reason="launches are recorded in the interpreter, on a CPU")
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles_for(target: str, tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        input=json.dumps([*TARGETS[target], launches()]),
+        capture_output=True, text=True, env=environment, cwd=ROOT.parent, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(json.loads(done.stdout)) == kernels()

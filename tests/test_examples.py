@@ -1,0 +1,292 @@
+"""The training example, on a model of 0.1 M parameters: what it writes, what it survives."""
+
+import importlib.util
+import re
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import liger_fn
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--device", "cpu", "--width", "64", "--layers", "2", "--batch", "2", "--context", "32"]
+
+
+def load_example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclass looks its module up
+    spec.loader.exec_module(module)
+    return module
+
+
+llama = load_example("train_llama")
+CONFIG = llama.Config(width=64, layers=2, batch=2, context=32, steps=6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """No interpreted kernels, one thread (tensors are small), one reading, short samples."""
+    corpus, generate, threads = llama.corpus(), llama.generate, torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch, liger_fn.using("reference"):
+        patch.setattr(llama, "corpus", lambda: corpus)
+        patch.setattr(llama, "generate", lambda p, prompt, _, c: generate(p, prompt, 20, c))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
+    torch.set_num_threads(threads)
+
+
+def checkpoint(folder: Path) -> dict:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def run(folder: Path, *flags: str) -> dict:
+    llama.main([*TINY, "--steps", "6", "--out", str(folder), *flags])
+    return checkpoint(folder)
+
+
+def press_ctrl_c_in_step(patch: pytest.MonkeyPatch, wanted: int) -> None:
+    batch_at = llama.batch_at
+
+    def pressing(text, step, config, device):
+        if step == wanted:
+            signal.raise_signal(signal.SIGINT)
+        return batch_at(text, step, config, device)
+
+    patch.setattr(llama, "batch_at", pressing)
+
+
+def gradients(dtype: torch.dtype, functions: str) -> tuple[torch.Tensor, torch.Tensor]:
+    config = llama.replace(CONFIG, functions=functions)
+    params = {k: p.to(dtype).requires_grad_() for k, p in llama.fresh(config)["params"].items()}
+    batch = llama.batch_at(llama.corpus()[0], 0, config, torch.device("cpu"))
+    value = llama.loss(params, batch, config=config)
+    grads = torch.autograd.grad(value, [*params.values()])
+    return value.detach().double(), torch.cat([g.flatten() for g in grads]).double()
+
+
+def test_a_run_leaves_checkpoint_curve_and_sample(tmp_path, capsys):
+    run(tmp_path / "a" / "b", "--steps", "40")
+    state = checkpoint(tmp_path / "a" / "b")
+    assert len(state["losses"]) == len(state["seconds"]) == 40
+    assert sum(state["losses"][-5:]) / 5 < state["losses"][0] - 1.0
+    assert (tmp_path / "a" / "b" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in (tmp_path / "a" / "b").iterdir()} == {"checkpoint.pt", "loss.png"}
+    shown = capsys.readouterr()
+    assert re.search(r"loss \d\.\d+ -> \d\.\d+, held out \d\.\d+ nats per byte", shown.out)
+    assert "\ndef " in shown.out
+    assert re.search(r"40/40 .*loss \d\.\d+, [\d,]+ tok/s, \d\.\d+ GiB", shown.err)
+
+
+def test_first_loss_is_that_of_a_uniform_guess():
+    value, _ = gradients(torch.float64, "plain")
+    assert abs(value - torch.tensor(256.0).log()) < 0.2
+
+
+def test_text_is_python_source_and_split():
+    text, held = llama.corpus()
+    assert 0.02 < len(held) / len(text) < 0.15
+    assert b"import " in bytes(held[:100_000].tolist())
+
+
+def test_batch_depends_on_seed_and_step_only():
+    text, device = llama.corpus()[0], torch.device("cpu")
+    first = llama.batch_at(text, 3, CONFIG, device)
+    assert first.shape == (2, 33)
+    assert torch.equal(first, llama.batch_at(text, 3, CONFIG, device))
+    assert not torch.equal(first, llama.batch_at(text, 4, CONFIG, device))
+    other = llama.replace(CONFIG, seed=1)
+    assert not torch.equal(first, llama.batch_at(text, 3, other, device))
+
+
+def test_loss_and_gradient_are_as_exact_as_plain_torch():
+    oracle, plain, liger = (
+        gradients(torch.float64, "plain"),
+        gradients(torch.float32, "plain"),
+        gradients(torch.float32, "liger"),
+    )
+    for want, by_torch, got in zip(oracle, plain, liger, strict=True):
+        ulp = torch.finfo(torch.float32).eps * want.norm()
+        assert (got - want).norm() <= 2 * (by_torch - want).norm() + ulp
+
+
+def test_plain_run_stays_beside_the_default_one(tmp_path):
+    liger, plain = run(tmp_path / "liger"), run(tmp_path / "plain", "--plain")
+    # the oracle is the same training in float64: how far float32 may drift is measured by plain's
+    exact = llama.fresh(llama.replace(CONFIG, functions="plain"))
+    exact["params"] = {k: p.double() for k, p in exact["params"].items()}
+    path, text = tmp_path / "exact.pt", llama.corpus()[0]
+    exact = llama.train(exact, text, torch.device("cpu"), path, False)
+    want = torch.tensor(exact["losses"], dtype=torch.float64)
+    got, by_torch = (torch.tensor(x["losses"], dtype=torch.float64) for x in (liger, plain))
+    ulp = torch.finfo(torch.float32).eps * want.norm()
+    print((got - want).norm(), (by_torch - want).norm(), ulp)
+    for k in liger["params"]:
+        print(
+            k,
+            (liger["params"][k] - exact["params"][k]).norm(),
+            (plain["params"][k] - exact["params"][k]).norm(),
+        )
+
+
+def test_resumed_run_equals_a_straight_one(tmp_path, capsys):
+    straight = run(tmp_path / "straight")
+    with pytest.MonkeyPatch.context() as patch:
+        press_ctrl_c_in_step(patch, 2)
+        with pytest.raises(SystemExit) as stop:
+            run(tmp_path / "resumed")
+    assert stop.value.code == 130
+    out = capsys.readouterr().out
+    assert "stopped after 3 steps" in out
+    assert out.rstrip().endswith(f"--steps 6 --out {tmp_path / 'resumed'} --resume")
+    assert len(checkpoint(tmp_path / "resumed")["losses"]) == 3
+    assert not (tmp_path / "resumed" / "loss.png").exists()
+    resumed = run(tmp_path / "resumed", "--resume")
+    assert resumed["losses"] == straight["losses"]
+    assert resumed["params"].keys() == straight["params"].keys()
+    assert all(torch.equal(p, straight["params"][k]) for k, p in resumed["params"].items())
+    moments, others = resumed["optimizer"]["state"], straight["optimizer"]["state"]
+    assert all(torch.equal(v, others[i][k]) for i, s in moments.items() for k, v in s.items())
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    with llama.CtrlC() as ctrl_c:
+        signal.raise_signal(signal.SIGINT)
+        assert ctrl_c.pressed
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_finished_run_resumes_to_its_results(tmp_path):
+    done = run(tmp_path)
+    (tmp_path / "loss.png").unlink()
+    again = run(tmp_path, "--resume")
+    assert again["losses"] == done["losses"]
+    assert (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "empty", "foreign", "no entry"])
+def test_damaged_checkpoint_is_named_with_a_cure(tmp_path, harm):
+    run(tmp_path)
+    path = tmp_path / "checkpoint.pt"
+    whole = path.read_bytes()
+    if harm == "cut":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif harm == "flip":
+        at = len(whole) // 2
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+    elif harm == "empty":
+        path.write_bytes(b"")
+    elif harm == "foreign":
+        torch.save([1, 2], path)
+    else:
+        torch.save({"config": {}}, path)
+    with pytest.raises(SystemExit, match=r"checkpoint\.pt is damaged \(.+\): delete it and start"):
+        run(tmp_path, "--resume")
+
+
+def test_checkpoint_of_another_run_is_refused(tmp_path):
+    run(tmp_path)
+    message = r"is of another run \(steps 6, not 7; seed 0, not 1\): resume with its flags"
+    with pytest.raises(SystemExit, match=message):
+        run(tmp_path, "--resume", "--steps", "7", "--seed", "1")
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(SystemExit, match=r"checkpoint\.pt does not exist: start without --resume"):
+        run(tmp_path, "--resume")
+
+
+def test_failed_write_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.pt"
+    llama.save(path, {"losses": [1.0]})
+
+    def full_disk(state, file):
+        file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        llama.save(path, {"losses": [2.0]})
+    assert torch.load(path, weights_only=True) == {"losses": [1.0]}
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
+    plain = llama.PLAIN._replace(head_loss=lambda w, x, y: (w.sum() + x.sum()) * torch.nan)
+    monkeypatch.setattr(llama, "PLAIN", plain)
+    with pytest.raises(SystemExit, match="the loss is nan in step 1"):
+        run(tmp_path, "--plain")
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "0"], "--steps must be from 1 to 1000000000, got 0"),
+        (["--steps", "x"], "argument --steps: invalid int value: 'x'"),
+        (["--context", "1"], "--context must be from 2 to 65536, got 1"),
+        (["--batch", "-1"], "--batch must be from 1 to 1000000, got -1"),
+        (["--layers", "0"], "--layers must be from 1 to 1000, got 0"),
+        (["--seed", "-1"], "--seed must be from 0 to 2147483648, got -1"),
+        (["--width", "96"], "--width must be a multiple of 64, got 96"),
+        (["--width", "32"], "--width must be from 64 to 65536, got 32"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--compare", "--plain"], "drop --plain and --resume"),
+        (["--compare", "--resume"], "drop --plain and --resume"),
+        (["--out", __file__], "--out: "),
+        (["--step", "3"], "unrecognized arguments: --step 3"),
+    ],
+)
+def test_bad_arguments(tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit) as stop:
+        llama.main([*TINY, "--out", str(tmp_path), *flags])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is there")
+def test_absent_gpu(capsys):
+    with pytest.raises(SystemExit):
+        llama.main(["--device", "cuda"])
+    assert "--device cuda: torch finds no CUDA device" in capsys.readouterr().err
+
+
+def test_compare_reports_both_variants(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the two processes need no installed package
+    llama.main([*TINY, "--steps", "3", "--out", str(tmp_path), "--compare"])
+    out = capsys.readouterr().out
+    assert re.search(r"last loss +seconds +ms/step +peak MiB\n", out)
+    for name in ("liger", "plain"):
+        assert re.search(rf"^{name} +\d\.\d+ +\d+\.\d +\d+\.\d +\d+$", out, re.MULTILINE)
+        assert len(checkpoint(tmp_path / name)["losses"]) == 3
+    assert re.search(r"largest difference of loss: \d\.\de[-+]\d\d in step [123]\n", out)
+    assert re.search(r"largest difference of a parameter: \d\.\de[-+]\d\d in \S+\n", out)
+
+
+def test_compare_names_the_run_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "torch.py").write_text("raise SystemExit(1)")
+    with pytest.raises(SystemExit, match=r"the liger run failed: .*train_llama\.py"):
+        llama.main([*TINY, "--out", str(tmp_path), "--compare"])
+
+
+@pytest.mark.parametrize("functions", ["liger", "plain"])
+def test_compiled_loss_is_one_graph(tmp_path, monkeypatch, functions):
+    # inductor takes half a minute and is tested with the functions; here only the graph is at stake
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    flags = ["--plain"] if functions == "plain" else []
+    eager = run(tmp_path / "eager", *flags)["losses"]
+    compiled = run(tmp_path / "compiled", "--compile", *flags)["losses"]
+    assert compiled == pytest.approx(eager, rel=1e-5)
