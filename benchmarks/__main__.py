@@ -36,7 +36,8 @@ PAGE = """# {machine}
 - Rates in this run: copy {copy:.3g} TB/s, read + written; products {products} TFLOP/s.
 - fwd is without gradients. eager: median call by events (on a CPU, a clock), enqueued without
   waiting: the longer of host and device time. graph: replay of a CUDA graph, device time alone.
-- limit: the least time at these rates over the measured one, of the graph where there is one.
+- limit: the least time at these rates over the measured one, of the graph where there is one. It
+  means little on a CPU, whose caches hold these shapes.
 - Each call of a round has its own inputs and upstream gradients, restored between rounds outside
   the timed part: what a peer overwrites costs it nothing here, and is named.
 - peak: MiB that fwd+bwd holds beyond the inputs, results included.

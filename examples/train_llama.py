@@ -41,6 +41,7 @@ import liger_fn
 
 Params = dict[str, Tensor]
 State = dict[str, Any]  # of a run: what a checkpoint holds
+Loss = Callable[[Params, Tensor], Tensor]
 VOCAB = 256
 CHECKPOINT = "checkpoint.pt"
 SAVE_EVERY = 100  # steps
@@ -303,6 +304,16 @@ class CtrlC:
         signal.signal(signal.SIGINT, self.before)
 
 
+def update(params: Params, optimizer: torch.optim.Optimizer, loss_fn: Loss, batch: Tensor) -> float:
+    with precision(batch.device):
+        value = loss_fn(params, batch)
+    value.backward()
+    torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.item()
+
+
 def train(state: State, text: Tensor, device: torch.device, path: Path, compiled: bool) -> State:
     """Take the steps that are left, unless Ctrl-C comes; return the state, which is saved too."""
     config, before = Config(**state["config"]), memory(device)[0]
@@ -311,21 +322,9 @@ def train(state: State, text: Tensor, device: torch.device, path: Path, compiled
     if state["optimizer"]:
         optimizer.load_state_dict(state["optimizer"])
     losses, seconds = [*state["losses"]], [*state["seconds"]]
-    loss_fn: Callable[[Params, Tensor], Tensor] = partial(loss, config=config)
+    loss_fn: Loss = partial(loss, config=config)
     if compiled:
         loss_fn = torch.compile(loss_fn, fullgraph=True)
-
-    def step() -> float:
-        batch = batch_at(text, len(losses), config, device)
-        with precision(device):
-            value = loss_fn(params, batch)
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * schedule(len(losses), config.steps)
-        optimizer.step()
-        optimizer.zero_grad()
-        return value.item()
 
     def now() -> State:
         peak = max(state["memory"], memory(device)[1] - before)
@@ -337,7 +336,10 @@ def train(state: State, text: Tensor, device: torch.device, path: Path, compiled
     with bar, CtrlC() as ctrl_c:
         while len(losses) < config.steps and not ctrl_c.pressed:
             start = time.perf_counter()
-            losses.append(step())
+            batch = batch_at(text, len(losses), config, device)
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr * schedule(len(losses), config.steps)
+            losses.append(update(params, optimizer, loss_fn, batch))
             seconds.append(time.perf_counter() - start)
             if not math.isfinite(losses[-1]):
                 raise SystemExit(f"the loss is {losses[-1]} in step {len(losses)}")
@@ -465,4 +467,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

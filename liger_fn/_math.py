@@ -23,8 +23,10 @@ def wide(t: Tensor | torch.dtype) -> Tensor | torch.dtype:
 def up(x):
     """Widen to the type of statistics: float64 stays, everything else becomes float32."""
     if x.dtype == tl.float64:
-        return x
-    return x.to(tl.float32)
+        wide_x = x
+    else:
+        wide_x = x.to(tl.float32)
+    return wide_x
 
 
 @triton.jit
@@ -37,13 +39,12 @@ def tanh(x):
     # 1 - 2/(e^2x + 1) cancels near 0: there the odd polynomial of Cephes' tanhf (S. Moshier) is good to
     # an ulp of float32. float64 has room for the plain form: its absolute error is 1e-16.
     far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-    if x.dtype == tl.float64:
-        return far
     s = x * x
     p = (
         ((-5.70498872745e-3 * s + 2.06390887954e-2) * s - 5.37397155531e-2) * s + 1.33314422036e-1
     ) * s
-    return tl.where(tl.abs(x) < 0.625, x + x * s * (p - 3.33332819422e-1), far)
+    near = x + x * s * (p - 3.33332819422e-1)
+    return far if x.dtype == tl.float64 else tl.where(tl.abs(x) < 0.625, near, far)
 
 
 @triton.jit

@@ -52,7 +52,7 @@ def kernels() -> set[str]:
 
 @functools.cache
 def launches() -> list[dict[str, Any]]:
-    """How the rows of the table launch kernels: bfloat16 in their tiles, float32 in the largest ones."""
+    """How the rows of the table launch kernels: in their own tiles, and in the largest ones."""
     seen: dict[str, dict[str, Any]] = {}
 
     def record(kernel: Any, grid: tuple[int, ...], *args: object, **meta: object) -> None:
@@ -74,7 +74,7 @@ def launches() -> list[dict[str, Any]]:
 
     modules = [sys.modules[name] for name in {k.split(":")[0] for k in kernels()}]
     tile = _launch.row_tile
-    for longest, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+    for longest, dtype in ((False, torch.float64), (True, torch.float32), (True, torch.bfloat16)):
         with pytest.MonkeyPatch.context() as patch, liger_fn.using("triton"):
             for module in modules:
                 patch.setattr(module, "launch", record)

@@ -108,8 +108,8 @@ def hold(
 ) -> list[Tensor]:  # fmt: skip
     """Hold f and its gradients to the oracle in float64, and to the error rule in other dtypes.
 
-    `private` options are f's alone. The rule says nothing about a reduced loss, where errors cancel by
-    luck; another test holds it to the sum of its rows.
+    `private` options are f's alone. The rule says nothing about a reduced loss, where errors cancel
+    by luck; another test holds it to the sum of its rows.
     """
     first = tensors[leaves[0]]
     if upstream is None and options.get("reduction") == "none":

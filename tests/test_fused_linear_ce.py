@@ -170,7 +170,7 @@ def test_bias_and_z_loss_by_hand(backend, device):
 # -- shapes and layouts ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3), (2, 1, 3)], ids=str)
 def test_any_leading_axes_agree_with_torch(backend, device, lead, reduction):
     tensors = make(*lead, device=device)
@@ -218,7 +218,7 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("view", ROWS.values(), ids=ROWS.keys())
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_targets_and_token_weights_of_any_stride_are_read_where_they_lie(
     backend, device, view, reduction
 ):
@@ -298,7 +298,7 @@ def test_n_valid_replaces_the_count_as_number_and_as_tensor(backend, device, n_v
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_token_weights_of_any_dtype_get_their_gradient_in_it(backend, device, dtype, reduction):
     tensors = make_full(5, device=device, dtype=torch.float32)
@@ -345,7 +345,7 @@ def test_nothing_to_count_is_loss_zero_and_gradient_zero(backend, device, lead, 
             assert torch.equal(g, torch.zeros_like(tensors[name])), name
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_ignored_rows_may_overflow(backend, device, reduction):
     # finite activations, logits of +-inf and NaN
     tensors = make_full(6, device=device, dtype=torch.float32)
@@ -464,16 +464,18 @@ def test_float16_gradients_of_thousands_of_tokens_do_not_underflow(loop, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", [{}, EVERY], ids=["plain", "all options"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("reduction", "options"), [("none", {}), ("none", EVERY), ("mean", EVERY)],
+    ids=["rows", "rows, all options", "mean, all options"],
+)  # fmt: skip
 def test_error_is_that_of_torch_in_each_dtype(backend, device, reduction, options, dtype):
     made = make_full if options else make
-    tensors = made(48, device=device, v=67, d=32, dtype=dtype)
+    tensors = made(32, device=device, v=67, d=32, dtype=dtype)
     for name in ("w", "b"):
         tensors[name] *= 0.3
     hold(
         liger_fn.fused_linear_ce, linear_oracle, tensors, ALL_LEAVES if options else LEAVES,
-        **options, reduction=reduction, private={"chunk": 32},
+        **options, reduction=reduction, private={"chunk": 16},
     )  # fmt: skip
 
 
@@ -520,7 +522,7 @@ def cast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextM
 
 @pytest.mark.parametrize("autocast", [None, *AUTOCAST], ids=str)
 @pytest.mark.parametrize(("x_dtype", "w_dtype"), PAIRS, ids=str)
-def test_every_pair_of_dtypes_is_as_exact_as_torch(backend, device, x_dtype, w_dtype, autocast):
+def test_every_pair_of_dtypes_is_as_exact_as_torch(loop, device, x_dtype, w_dtype, autocast):
     tensors = make(24, device=device, v=33, d=16)
     dtypes = {"x": x_dtype, "w": w_dtype, "b": w_dtype}
     tensors |= {k: tensors[k].to(t) for k, t in dtypes.items()}
@@ -556,7 +558,7 @@ def test_operands_of_products_are_numbers_of_the_dtype_of_autocast(
             assert torch.equal(t.to(dtype).to(t.dtype), t) == rounded
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("forward", [None, torch.bfloat16], ids=str)
 def test_backward_keeps_the_dtype_of_forward_inside_and_outside_autocast(
     backend, device, forward, reduction
@@ -603,7 +605,7 @@ def test_every_token_counts_once_whatever_the_chunk(loop, device, monkeypatch, c
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_chunk_changes_nothing_but_rounding(backend, device, reduction):
     tensors = make_full(7, device=device)
     options = {**EVERY, "reduction": reduction}
@@ -721,7 +723,7 @@ def test_stats_are_the_loss_and_its_two_terms(backend, device, reduction):
 
 
 @pytest.mark.parametrize("mixture", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.3, -2.0, 5.0)], ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nll_and_z_loss_are_differentiable_alone_and_mixed(backend, device, reduction, mixture):
     def mixed(f: Callable[..., Any]) -> Callable[..., Tensor]:
         # terms of weight 0 are left out: their cotangents must then arrive as nothing
@@ -781,7 +783,7 @@ def test_upstream_gradients_of_every_form_are_honoured(backend, device, upstream
     hold(f(liger_fn.fused_linear_ce), f(linear_oracle), tensors, LEAVES, upstream=d)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_are_linear_in_upstream(backend, device, reduction):
     tensors = make_full(5, device=device)
     a, b = torch.randn((2, 5) if reduction == "none" else (2,), dtype=torch.float64)
@@ -796,7 +798,7 @@ def test_gradients_are_linear_in_upstream(backend, device, reduction):
     assert all(map(torch.equal, pull(4 * a), [4 * t for t in first]))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_backward_twice_with_different_upstreams_is_right_both_times(backend, device, reduction):
     tensors = make_full(5, device=device)
     leaves = [tensors[k].requires_grad_() for k in ALL_LEAVES]

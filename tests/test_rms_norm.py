@@ -194,6 +194,17 @@ def test_a_row_of_zeros_gives_zeros_and_finite_gradients(backend, device):
     assert dw.eq(0).all()
 
 
+def test_nan_in_a_row_stays_in_that_row(backend, device):
+    x, w = drawn(3, 9, device=device), drawn(9, device=device)
+    dy = torch.ones_like(x)
+    clean = results(rms_norm, (x, w), (dy,))
+    x[1, 4] = math.nan
+    (y,), (dx, dw) = results(rms_norm, (x, w), (dy,))
+    assert same_bits(y[::2], clean[0][0][::2])
+    assert same_bits(dx[::2], clean[1][0][::2])
+    assert all(t.isnan().all() for t in (y[1], dx[1], dw))
+
+
 def test_a_large_mean_and_few_digits_leave_float32_statistics(backend, device):
     x = (8 + 0.5 * drawn(4, 256, device=device)).bfloat16()
     hold("llama", x, torch.ones(256, device=device, dtype=torch.bfloat16))

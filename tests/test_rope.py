@@ -327,7 +327,7 @@ def test_nothing_in_gives_nothing_out(backend, device, layout, q_shape, own):
 
 # -- strides
 
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {  # of (2, 4, 3, 6) to (..., h, t, k)
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {  # of (2, 4, 2, 6) to (..., h, t, k)
     "heads beside tokens, as Hugging Face has it": lambda t: t.transpose(1, 2),
     "a slice of packed q, k and v": lambda t: t.transpose(1, 2)[:, 1:3],
     "columns of a wider head": lambda t: t[..., 2:6],
@@ -337,14 +337,14 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {  # of (2, 4, 3, 6) to (..., h, 
     "head width not innermost, dense": lambda t: t[0].transpose(-1, -2),
     "batch not outermost": lambda t: t.transpose(0, 1),
     "all axes reversed": lambda t: t[:, :2].permute(3, 2, 1, 0),
-    "one head expanded": lambda t: t[:, :1].expand(2, 2, 3, 6),
-    "one row of the batch expanded": lambda t: t[:1].expand(3, 4, 3, 6),
-    "one token expanded": lambda t: t[:, :, :1].expand(2, 4, 2, 6),
+    "one head expanded": lambda t: t[:, :1].expand(2, 2, 2, 6),
+    "one row of the batch expanded": lambda t: t[:1].expand(3, 4, 2, 6),
+    "one token expanded": lambda t: t[:, :, :1].expand(2, 4, 3, 6),
     "one number expanded": lambda t: t[:1, :1, :1, :1].expand(2, 3, 2, 4),
     "no leading axis": lambda t: t[0].transpose(0, 1),
-    "two leading axes, heads beside tokens": lambda t: t.view(2, 2, 2, 3, 6).transpose(2, 3),
-    "two leading axes in the other order": lambda t: t.view(2, 4, 1, 3, 6).transpose(0, 1),
-    "three leading axes shuffled": lambda t: t.view(2, 2, 2, 3, 1, 6).permute(1, 0, 2, 3, 4, 5),
+    "two leading axes, heads beside tokens": lambda t: t.view(2, 2, 2, 2, 6).transpose(2, 3),
+    "two leading axes in the other order": lambda t: t.view(2, 4, 1, 2, 6).transpose(0, 1),
+    "three leading axes shuffled": lambda t: t.view(2, 2, 2, 2, 1, 6).permute(1, 0, 2, 3, 4, 5),
 }
 view = pytest.mark.parametrize("of", VIEWS.values(), ids=VIEWS.keys())
 
@@ -355,17 +355,15 @@ def beside(t: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @view
-@pytest.mark.parametrize("strided", ["q", "k"])
-def test_q_and_k_may_have_any_strides(backend, device, of, strided):
-    t = of(drawn(2, 4, 3, 6, device=device))
-    dense, cos, sin = beside(t, device)
-    one = dense[..., :1, :, :].clone()
-    hold_shape("half", *((t, one) if strided == "q" else (one, t)), cos, sin)
+def test_q_and_k_may_have_any_strides(backend, device, of):
+    q, k = (of(drawn(2, 4, 2, 6, device=device)) for _ in range(2))
+    _, cos, sin = beside(q, device)
+    hold_shape("half", q, k[..., -1:, :, :], cos, sin)
 
 
 @view
 def test_upstream_gradients_may_have_any_strides(backend, device, of):
-    dy = of(drawn(2, 4, 3, 6, device=device))
+    dy = of(drawn(2, 4, 2, 6, device=device))
     dense, cos, sin = beside(dy, device)
     one = dense[..., :1, :, :].clone()
     hold_shape("interleaved", dense, one, cos, sin, dys=(dy, torch.ones_like(one)))

@@ -1,8 +1,8 @@
 """How close is close enough: derived from plain torch in the same dtype, never tuned.
 
-The error to a float64 oracle is at most twice that of plain torch, plus one ulp of the largest entry.
-Where the oracle overflows the dtype, the result must be the same infinity. Shapes and strides are tested
-in float64, against a bound that no rounding reaches and no wrong number meets.
+The error to a float64 oracle is at most twice that of plain torch, plus one ulp of the largest
+entry. Where the oracle overflows the dtype, the result must be the same infinity. Shapes and
+strides are tested in float64, against a bound that no rounding reaches and no wrong number meets.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def round_to_nearest_even(patch: pytest.MonkeyPatch) -> None:
 def far_apart(device: torch.device, folder: Path, *shape: int) -> Tensor:
     """Three entries of (3, *shape), bfloat16, so far apart that the third is beyond 2**31 elements.
 
-    As much lies before the first, so that an offset that wraps reads zeros, not the memory of others.
-    On a CPU the storage is a file with holes, on a GPU 8 GiB.
+    As much lies before the first, so that an offset that wraps reads zeros, not the memory of
+    others. On a CPU the storage is a file with holes, on a GPU 8 GiB.
     """
     stride = 2**30 + 2**20
     n = 2**31 + 2 * stride + torch.Size(shape).numel()
