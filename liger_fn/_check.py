@@ -15,16 +15,19 @@ def check_tensors(op: str, **named: tuple[Tensor | None, str]) -> None:
     """Hold tensors to shapes such as "... n" or "v d", to floating dtypes and to one device.
 
     "..." stands for any number of leading axes and is not compared; a name stands for one size
-    everywhere. A spec that starts with "int" asks for integers instead of floats. None passes.
+    everywhere. A spec that starts with "int" asks for integers instead of floats, one that starts with
+    "?" lets None pass.
     """
     sizes: dict[str, tuple[str, int]] = {}
     home: tuple[str, torch.device] | None = None
     for name, (t, spec) in named.items():
-        if t is None:
-            continue
+        axes = spec.split()
+        if axes[:1] == ["?"]:
+            if t is None:
+                continue
+            axes = axes[1:]
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-        axes = spec.split()
         integer = axes[:1] == ["int"]
         axes = axes[integer:]
         if t.dtype not in (_INTEGERS if integer else _FLOATS):

@@ -7,6 +7,7 @@ The device decides: CUDA, ROCm and XPU tensors run Triton, all others the plain 
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,9 +110,9 @@ def strips(rows: int, device: torch.device, per_processor: int = 1) -> int:
 
 
 def rows_of(t: Tensor, n: int) -> Tensor:
-    """View `t` as (m, n) with contiguous rows; copy only where no such view exists."""
-    flat = t.reshape(-1, n) if t.dim() != 2 else t
-    return flat if flat.stride(-1) == 1 or n == 1 else flat.contiguous()
+    """View `t` as (m, n) with each row contiguous; copy only where no such view exists."""
+    flat = t.reshape(math.prod(t.shape[:-1]), n)
+    return flat if flat.stride(1) == 1 or n == 1 else flat.contiguous()
 
 
 def contiguous(t: Tensor | None) -> Tensor | None:

@@ -62,7 +62,7 @@ def custom_vjp(
     grouped: bool = False,
     opaque: bool = False,
     fake: Rule | None = None,
-    flops: Callable[..., int] | None = None,
+    flops: tuple[Callable[..., int], Callable[..., int]] | None = None,
 ) -> Callable[..., Any]:
     """Make a differentiable function from rules.
 
@@ -91,7 +91,7 @@ def custom_vjp(
         opaque: keep the op whole under torch.compile even where the reference runs.
         fake: shapes and strides of fwd's results for tracing; default: the reference on fake tensors,
             made contiguous.
-        flops: operations of fwd from its arguments, for FLOP counters.
+        flops: operations of fwd and of bwd from the shapes of their arguments, for FLOP counters.
 
     Returns:
         A function of the tensors (positional) and the options (by keyword) that returns the outputs.
@@ -108,15 +108,16 @@ def custom_vjp(
             out = op.fwd["reference"](*tensors, **unwanted, **options)
         else:
             grad = torch.is_grad_enabled()
-            wanted = tuple(
-                grad and (t := tensors[i]) is not None and t.requires_grad for i in op.slots
-            )
+            asked = [tensors[i] for i in op.slots]
+            wanted = tuple([grad and t is not None and t.requires_grad for t in asked])
+            # chosen here: backward on a GPU runs in a thread of its own, which using() does not reach
+            backend = backend_for([t for t in tensors if t is not None][0].device.type)
             values = tuple(options[o] for o in op.options)
             shared = (False,) * len(tensors)
             if any(wanted) or torch._C._are_functorch_transforms_active():
-                out = forward((), shared, wanted, *values, *tensors)
+                out = forward(backend, (), shared, wanted, *values, *tensors)
             else:
-                out = op.run_fwd((), shared, wanted, values, tensors)
+                out = op.run_fwd(backend, (), shared, wanted, values, tensors)
         return out[0] if outputs == 1 else tuple(out[:outputs])
 
     return call
@@ -142,19 +143,30 @@ def _is_legacy_batched(t: Tensor) -> bool:
     return torch._C._dispatch_keys(t).has(_LEGACY_BATCHED)
 
 
-def _legacy_vmap(pull: Callable, ct: tuple) -> tuple[Tensor, ...]:
-    """Pull back cotangents that carry an axis of the old vmap by way of the new one."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    on = [d is not None and _is_legacy_batched(d) for d in ct]
-    live = [torch._remove_batch_dim(d, level, 0, 0) if b else d for d, b in zip(ct, on, strict=True) if d is not None]
-    dims = tuple(0 if b else None for d, b in zip(ct, on, strict=True) if d is not None)
+def _legacy_vmap(pull: Callable, ct: tuple) -> tuple[Tensor, ...] | None:
+    """Pull back cotangents that carry an axis of the old vmap by way of the new one.
+
+    None where they carry two. The level of the axis is found by trying: the thread that runs backward
+    on a GPU does not know it, and removing an absent level leaves the tensor batched.
+    """
+    live = [d for d in ct if d is not None]
+    on = [_is_legacy_batched(d) for d in live]
+    for level in range(1, 64):
+        bare = [
+            torch._remove_batch_dim(d, level, 0, 0) if b else d
+            for d, b in zip(live, on, strict=True)
+        ]
+        if not any(map(_is_legacy_batched, bare)):
+            break
+    else:
+        return None
 
     def of_live(*some: Tensor) -> tuple[Tensor, ...]:
         left = iter(some)
         return tuple(pull(*(None if d is None else next(left) for d in ct)))
 
-    return tuple(torch._add_batch_dim(g, 0, level) for g in torch.vmap(of_live, dims)(*live))
+    out = torch.vmap(of_live, tuple(0 if b else None for b in on))(*bare)
+    return tuple(torch._add_batch_dim(g, 0, level) for g in out)
 
 
 class _Op:
@@ -171,7 +183,7 @@ class _Op:
         grouped: bool,
         opaque: bool,
         fake: Rule | None,
-        flops: Callable[..., int] | None,
+        flops: tuple[Callable[..., int], Callable[..., int]] | None,
     ) -> None:
         parameters = list(inspect.signature(fwd["reference"]).parameters.values())
         self.names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
@@ -197,8 +209,8 @@ class _Op:
         self.bwd_op = self._register(
             name + "_bwd", self._bwd_impl, self._bwd_fake, options, outputs
         )
-        if flops is not None:
-            torch.utils.flop_counter.register_flop_formula(self.fwd_op.overloadpacket)(flops)
+        for visible, formula in zip((self.fwd_op, self.bwd_op), flops or (), strict=False):
+            torch.utils.flop_counter.register_flop_formula(visible.overloadpacket)(formula)
 
     # -- registered ops: Tensor lists out, so that a cotangent that nobody wants has no tensor
 
@@ -217,10 +229,10 @@ class _Op:
         return getattr(torch.ops.liger_fn, name).default
 
     def _fwd_impl(self, *tensors: _Maybe, **kw: Any) -> list[Tensor]:
-        return list(self._call(self._fwd_rule, False, tensors, **kw))
+        return list(self._call(self._fwd_rule, tensors, **kw))
 
     def _bwd_impl(self, *tensors: _Maybe, **kw: Any) -> list[Tensor]:
-        return list(self._call(self._bwd_rule, True, tensors, **kw))
+        return list(self._call(self._bwd_rule, tensors, **kw))
 
     def _fwd_fake(self, *tensors: _Maybe, **kw: Any) -> list[Tensor]:
         if self.fake is None or kw["groups"]:
@@ -254,7 +266,6 @@ class _Op:
     def _call(
         self,
         make_rule: Callable,
-        pullback: bool,
         tensors: Sequence[_Maybe],
         *,
         backend: Backend,
@@ -273,19 +284,18 @@ class _Op:
     def _run(
         self,
         pullback: bool,
+        backend: Backend,
         groups: tuple,
         mapped: tuple,
         wanted: tuple,
         values: tuple,
         a: Sequence,
     ) -> Sequence[Tensor]:
-        first = next(t for t in a if t is not None)
-        backend = backend_for(first.device.type)
         kw = dict(zip(self.options, values, strict=True))
         kw.update(backend=backend, groups=groups, mapped=mapped, wanted=wanted)
         if self._visible(backend, a):
             return (self.bwd_op if pullback else self.fwd_op)(*a, **kw)
-        return self._call(self._bwd_rule if pullback else self._fwd_rule, pullback, a, **kw)
+        return self._call(self._bwd_rule if pullback else self._fwd_rule, a, **kw)
 
     def run_fwd(self, *args: Any) -> Sequence[Tensor]:
         return self._run(False, *args)
@@ -321,13 +331,13 @@ class _Op:
 def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
     """Build the two autograd Functions of an op; return the forward one's apply."""
     k, n, c = len(op.options), len(op.names), op.outputs
-    lead = 3 + k  # groups, mapped, wanted, options
+    lead = 4 + k  # backend, groups, mapped, wanted, options
     slots, residuals = tuple(op.slots), op.residuals
     traced_fwd = _make_traced(op, op.fwd_op, op.fwd["reference"], op.tells_fwd)
     traced_bwd = _make_traced(op, op.bwd_op, op.bwd["reference"], True)
 
-    def split(a: Sequence) -> tuple[tuple, tuple, tuple, tuple, tuple]:
-        return a[0], a[1], a[2], tuple(a[3:lead]), tuple(a[lead:])
+    def split(a: Sequence) -> tuple[Backend, tuple, tuple, tuple, tuple, tuple]:
+        return a[0], a[1], a[2], a[3], tuple(a[4:lead]), tuple(a[lead:])
 
     class Pullback(Function):
         @staticmethod
@@ -341,7 +351,7 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
 
         @staticmethod
         def backward(ctx: Any, *ct: Tensor) -> tuple[_Maybe, ...]:
-            groups, mapped, wanted, values, _ = split(ctx.static)
+            _, groups, mapped, wanted, values, _ = split(ctx.static)
             rule = op.reference_pullback(groups, mapped[: c + n], wanted, values)
             saved = ctx.saved_tensors
             live = [i for i in range(c + n) if ctx.needs_input_grad[lead + i]]
@@ -359,17 +369,17 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
 
         @staticmethod
         def vmap(info: Any, dims: tuple, *a: Any) -> Any:
-            groups, mapped, wanted, values, tensors = split(a)
+            wanted = split(a)[3]
             sums = any(w and not op.rows[i] for i, w in zip(op.slots, wanted, strict=True))
             return _batch(Pullback, op, info.batch_size, dims[lead:], sums, c, a, lead)
 
     class Forward(Function):
         @staticmethod
         def forward(*a: Any) -> tuple[Tensor, ...]:
-            groups, mapped, wanted, values, tensors = split(a)
+            backend, groups, mapped, wanted, values, tensors = split(a)
             if torch.compiler.is_compiling():
-                return traced_fwd(mapped, wanted, values, tensors)
-            return run_fwd(groups, mapped, wanted, values, tensors)
+                return traced_fwd(backend, mapped, wanted, values, tensors)
+            return run_fwd(backend, groups, mapped, wanted, values, tensors)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -382,7 +392,7 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
 
         @staticmethod
         def backward(ctx: Any, *ct: _Maybe) -> tuple[_Maybe, ...]:
-            groups, mapped, _, values, _ = split(ctx.static)
+            backend, groups, mapped, _, values, _ = split(ctx.static)
             wanted = tuple(ctx.needs_input_grad[lead + i] for i in slots)
             ct = ct[:c]
             out: list[_Maybe] = [None] * (lead + n)
@@ -391,9 +401,9 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
             saved = ctx.saved_tensors
             marks = (bool(groups),) * c + tuple(mapped) + (bool(groups),) * residuals
             if torch.compiler.is_compiling():  # Dynamo does not trace a nested apply
-                grads = traced_bwd(marks, wanted, values, (*ct, *saved))
+                grads = traced_bwd(backend, marks, wanted, values, (*ct, *saved))
             else:
-                grads = pull_back(groups, marks, wanted, values, ct, saved)
+                grads = pull_back(backend, groups, marks, wanted, values, ct, saved)
             for i, g in zip([i for i, w in zip(slots, wanted) if w], grads):
                 shared = groups and not mapped[i]
                 out[lead + i] = g.sum(tuple(range(len(groups)))) if shared else g
@@ -407,16 +417,20 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
         return tuple(op.run_fwd(*args))
 
     def pull_back(
-        groups: tuple, marks: tuple, wanted: tuple, values: tuple, ct: tuple, saved: tuple
-    ) -> Sequence[Tensor]:
-        if any(d is not None and _is_legacy_batched(d) for d in ct):
-            return _legacy_vmap(lambda *d: pull_back(groups, marks, wanted, values, d, saved), ct)
-        if _plain():
+        backend: Backend, groups: tuple, marks: tuple, wanted: tuple, values: tuple, ct: tuple, saved: tuple
+    ) -> Sequence[Tensor]:  # fmt: skip
+        batched = any(d is not None and _is_legacy_batched(d) for d in ct)
+        if batched:
+            again = functools.partial(pull_back, backend, groups, marks, wanted, values)
+            out = _legacy_vmap(lambda *d: again(d, saved), ct)
+            if out is not None:
+                return out
+        if batched or _plain():
             rule = op.reference_pullback(groups, marks[: c + n], wanted, values)
             return rule(*ct, *saved[:n])
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            return Pullback.apply(groups, marks, wanted, *values, *ct, *saved)
-        return op.run_bwd(groups, marks, wanted, values, (*ct, *saved))
+            return Pullback.apply(backend, groups, marks, wanted, *values, *ct, *saved)
+        return op.run_bwd(backend, groups, marks, wanted, values, (*ct, *saved))
 
     _set_arity(Forward, lead + n)
     _set_arity(Pullback, lead + c + n + op.residuals)
@@ -427,9 +441,10 @@ def _make_traced(op: _Op, visible: Any, reference: Rule, tells: bool) -> Callabl
     """A rule as Dynamo meets it: plain closures, since it cannot name an object inside a Function."""
     names, whole = tuple(op.options), op.opaque
 
-    def traced(marks: tuple, wanted: tuple, values: tuple, a: tuple) -> tuple[Tensor, ...]:
-        options = dict(zip(names, values))
-        backend = backend_for([t for t in a if t is not None][0].device.type)
+    def traced(
+        backend: Backend, marks: tuple, wanted: tuple, values: tuple, a: tuple
+    ) -> tuple[Tensor, ...]:
+        options = dict(zip(names, values, strict=True))
         if whole or backend == "triton":
             kw = {"backend": backend, "groups": (), "mapped": marks, "wanted": wanted}
             return tuple(visible(*a, **options, **kw))
@@ -453,7 +468,7 @@ def _set_arity(cls: type[Function], m: int) -> None:
 def _batch(
     cls: type[Function], op: _Op, size: int, dims: tuple, sums: bool, c: int, a: tuple, lead: int
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    groups, mapped, tensors = a[0], a[1], a[lead:]
+    backend, groups, mapped, tensors = *a[:3], a[lead:]
     is_row = (op.all_rows if c else op.rows)[: len(tensors)]
     fold = any(is_row) and not sums
     fold = fold and all(d is None for d, row in zip(dims, is_row, strict=True) if not row)
@@ -477,12 +492,12 @@ def _batch(
         if not fold and not has and had and t is not None:
             moved[-1] = t.expand(size, *t.shape)
     new_groups = groups if fold else (size, *groups)
-    out = cls.apply(new_groups, tuple(marks), *a[2:lead], *moved)
+    out = cls.apply(backend, new_groups, tuple(marks), *a[3:lead], *moved)
     return out, (depth,) * len(out)
 
 
 def _flat(t: Tensor, groups: Sequence[int]) -> Tensor:
-    return t if len(groups) == 1 else t.reshape(-1, *t.shape[len(groups) :])
+    return t if len(groups) == 1 else t.reshape(math.prod(groups), *t.shape[len(groups) :])
 
 
 def _one_launch(

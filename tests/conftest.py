@@ -7,10 +7,13 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined: before liger_fn is imported
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # read when kernels are defined: before liger_fn is imported
+    )
 
 import liger_fn
 from liger_fn import _launch
+from tests.tolerance import round_to_nearest_even
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -36,8 +39,9 @@ def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    """Fixed seeds, fresh compilations, and NaN in all memory that is left empty."""
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fixed seeds, fresh compilations, NaN in all memory left empty, and the rounding of a GPU."""
+    round_to_nearest_even(monkeypatch)
     torch.manual_seed(0)
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(True, warn_only=False)

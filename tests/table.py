@@ -42,7 +42,9 @@ def rms_norm(x: Tensor, w: Tensor | None, eps: float, offset: float = 0.0) -> Te
     return y if w is None else y * (w + offset)
 
 
-def rope_oracle(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
+def rope_oracle(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: bool
+) -> tuple[Tensor, Tensor]:
     half = cos.shape[-1] // 2
     cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
     c1, c2, s1, s2 = cos[..., :half], cos[..., half:], sin[..., :half], sin[..., half:]
@@ -133,11 +135,17 @@ def ce_stats(logits: Tensor, y: Tensor, c: Any = None, u: Any = None, **options:
     return tuple(out[:3])
 
 
-def linear(w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any) -> Tensor:
-    return liger_fn.fused_linear_ce(w, x, y, b=b, class_weight=c, token_weight=u, chunk=4, **options)
+def linear(
+    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any
+) -> Tensor:
+    return liger_fn.fused_linear_ce(
+        w, x, y, b=b, class_weight=c, token_weight=u, chunk=4, **options
+    )
 
 
-def linear_stats(w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any) -> Any:
+def linear_stats(
+    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any
+) -> Any:
     out = liger_fn.fused_linear_ce_with_stats(
         w, x, y, b=b, class_weight=c, token_weight=u, chunk=4, **options
     )

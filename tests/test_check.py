@@ -279,7 +279,7 @@ def test_names_of_axes_are_compared_across_arguments_and_dots_are_not():
 
 
 def test_none_passes_where_a_tensor_is_optional():
-    check_tensors("op", a=(ones(3), "n"), b=(None, "n"))
+    check_tensors("op", a=(ones(3), "n"), b=(None, "? n"))
     check_same_shape("op", a=None, b=ones(3), c=None)
 
 

@@ -114,7 +114,9 @@ json.dump(sorted(worst), sys.stdout)
 """
 
 
-@pytest.mark.skipif(not _launch._INTERPRET, reason="launches are recorded in the interpreter, on a CPU")
+@pytest.mark.skipif(
+    not _launch._INTERPRET, reason="launches are recorded in the interpreter, on a CPU"
+)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_for(target: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_fn
-from tests.tolerance import assert_exact_as, round_to_nearest_even, ulp
+from tests.tolerance import assert_exact_as, ulp
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALVES = DTYPES[1:]
@@ -35,11 +35,6 @@ SINGLE: dict[str, dict[str, Any]] = {
 EVERY = {
     "label_smoothing": 0.1, "z_loss": 0.2, "softcap": 3.0, "logit_scale": 0.7, "ignore_index": 2,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _nearest(monkeypatch):
-    round_to_nearest_even(monkeypatch)
 
 
 # -- the oracle: torch's cross entropy of a row, and the rest of the formula written out -----------

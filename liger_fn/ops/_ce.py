@@ -122,7 +122,7 @@ def check_options(
     if z_loss < 0:
         raise ValueError(f"{op}: z_loss must be at least 0, got {z_loss}")
     check_positive(op, "softcap", row.softcap)
-    check_tensors(op, token_weight=(token_weight, "..."))
+    check_tensors(op, y=(y, "int ..."), token_weight=(token_weight, "? ..."))
     check_same_shape(op, y=y, token_weight=token_weight)
     if n_valid is None:
         return
@@ -146,9 +146,25 @@ def normaliser(
         valid = y != ignore_index
         if class_weight is not None:
             _, at = out_of_range(y, class_weight.shape[0], valid)
-            valid = torch.where(valid, class_weight.detach()[at], 0.0)
+            valid = torch.where(valid, class_weight.detach()[at].to(dtype), 0.0)
         n_valid = valid.sum()
     elif not isinstance(n_valid, Tensor):
         n_valid = torch.full((), n_valid, device=y.device, dtype=dtype)
     n = n_valid.detach().to(y.device, dtype)
     return torch.where(n == 0, 1.0, n)
+
+
+def reduced(
+    nll: Tensor, zsq: Tensor, correct: Tensor, y: Tensor, class_weight: Tensor | None, row: Row,
+    reduction: str, n_valid: float | Tensor | None, token_weight: Tensor | None,
+) -> CEStats:  # fmt: skip
+    """Weigh the losses of rows and reduce them; plain torch, so it differentiates by itself."""
+    if token_weight is not None:
+        u = token_weight.to(nll.dtype)
+        nll, zsq = nll * u, zsq * u
+    n = normaliser(y, class_weight, row.ignore_index, reduction, n_valid, nll.dtype)
+    if reduction != "none":
+        nll, zsq = nll.sum(), zsq.sum()
+    if n is not None:
+        nll, zsq = nll / n, zsq / n
+    return CEStats(nll + zsq, nll, zsq, (y != row.ignore_index).sum(), correct.sum())

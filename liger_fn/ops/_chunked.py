@@ -10,6 +10,8 @@ over tokens are kept in `accum_dtype`; half precision products accumulate in flo
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +38,13 @@ def product_dtype(w: Tensor, x: Tensor, b: Tensor | None) -> torch.dtype:
     dtype = torch.promote_types(w.dtype, x.dtype)
     if b is not None:
         dtype = torch.promote_types(dtype, b.dtype)
-    if dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    kind = x.device.type
+    if (
+        dtype != torch.float64
+        and torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
+    ):
+        return torch.get_autocast_dtype(kind)
     return dtype
 
 
@@ -79,7 +86,7 @@ def head_loop(
     dx = x.new_empty(x.shape) if own and wanted[1] else None
     dw = db = None
     parts, dxs = [], []
-    with torch.autocast(x.device.type, enabled=False):
+    with _autocast_off(x.device.type):
         for i in range(0, max(m, 1), max(size, 1)):
             at = slice(i, i + size)
             z = _mm(x[at], w.t(), zdtype, None if buffer is None else buffer[: x[at].shape[0]])
@@ -100,6 +107,14 @@ def head_loop(
     if wanted[1] and dx is None:
         dx = torch.cat(dxs)
     return tuple(map(torch.cat, zip(*parts, strict=True))), dw, dx, db
+
+
+def _autocast_off(kind: str) -> AbstractContextManager[Any]:
+    return (
+        torch.autocast(kind, enabled=False)
+        if torch.amp.is_autocast_available(kind)
+        else nullcontext()
+    )
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from liger_fn.ops._ce import (
     Row,
     check_options,
     check_rows,
-    normaliser,
+    reduced,
     row_losses,
     row_pullback,
 )
@@ -182,11 +182,10 @@ def cross_entropy(
         z-loss: Chowdhery et al., "PaLM", 2022, arXiv:2204.02311. softcap: Gemma Team, "Gemma 2", 2024,
         arXiv:2408.00118. Label smoothing: Szegedy et al., 2015, arXiv:1512.00567.
     """
-    return cross_entropy_with_stats(
-        logits, y, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-        softcap=softcap, logit_scale=logit_scale, class_weight=class_weight, token_weight=token_weight,
-        reduction=reduction, n_valid=n_valid,
-    ).loss  # fmt: skip
+    row = Row(ignore_index, label_smoothing, logit_scale, softcap)
+    return _call(
+        "cross_entropy", logits, y, row, z_loss, class_weight, token_weight, reduction, n_valid
+    ).loss
 
 
 def cross_entropy_with_stats(
@@ -222,18 +221,19 @@ def cross_entropy_with_stats(
         >>> cross_entropy_with_stats(torch.eye(3), torch.tensor([0, 1, 0])).n_correct
         tensor(2)
     """
-    op, row = "cross_entropy", Row(ignore_index, label_smoothing, logit_scale, softcap)
-    check_tensors(op, logits=(logits, "... v"), y=(y, "int ..."), class_weight=(class_weight, "v"))
+    row, op = Row(ignore_index, label_smoothing, logit_scale, softcap), "cross_entropy_with_stats"
+    return _call(op, logits, y, row, z_loss, class_weight, token_weight, reduction, n_valid)
+
+
+def _call(
+    op: str, logits: Tensor, y: Tensor, row: Row, z_loss: float, class_weight: Tensor | None,
+    u: Tensor | None, reduction: str, n_valid: float | Tensor | None,
+) -> CEStats:  # fmt: skip
+    check_tensors(
+        op, logits=(logits, "... v"), y=(y, "int ..."), class_weight=(class_weight, "? v")
+    )
     check_rows(op, y, logits=logits)
-    check_options(op, y, row, reduction, z_loss, token_weight, n_valid)
+    check_options(op, y, row, reduction, z_loss, u, n_valid)
     weight = None if class_weight is None else class_weight.detach()
     nll, zsq, correct = _rows(logits, y, weight, **row._asdict())
-    zsq = z_loss * zsq
-    if token_weight is not None:
-        nll, zsq = nll * token_weight, zsq * token_weight
-    n = normaliser(y, weight, ignore_index, reduction, n_valid, nll.dtype)
-    if reduction != "none":
-        nll, zsq = nll.sum(), zsq.sum()
-    if n is not None:
-        nll, zsq = nll / n, zsq / n
-    return CEStats(nll + zsq, nll, zsq, (y != ignore_index).sum(), correct.sum())
+    return reduced(nll, z_loss * zsq, correct, y, weight, row, reduction, n_valid, u)

@@ -31,6 +31,7 @@ from liger_fn.ops._ce import (
     check_options,
     check_rows,
     normaliser,
+    reduced,
     row_losses,
     row_pullback,
 )
@@ -89,6 +90,7 @@ def _rows_triton(
     z: Tensor, y: Tensor, a: Tensor | None, e: Tensor | None, gradient: bool, *,
     class_weight: Tensor | None, row: Row,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:  # fmt: skip
+    y = y.contiguous()
     nll = torch.empty_like(y, dtype=wide(z.dtype))
     zsq, correct = torch.empty_like(nll), torch.empty_like(y, dtype=torch.bool)
     weights = None if class_weight is None else class_weight.to(nll.dtype).sum()
@@ -220,8 +222,36 @@ def _rows_bwd(
 # -- rule ------------------------------------------------------------------------------------------
 
 
-def _flops(w: Any, x: Any, *_: Any, wanted: tuple[bool, ...] = (), **__: Any) -> int:
-    return 2 * x[0] * w[0] * w[1] * (1 + sum(wanted[:2]))
+def _products(w: Any, x: Any, n: int) -> int:
+    return 2 * x[0] * w[0] * w[1] * n
+
+
+def _fwd_flops(w: Any, x: Any, *_: Any, wanted: Any = (), **__: Any) -> int:
+    return _products(w, x, 1 + sum(wanted[:2]))
+
+
+def _loss_flops(d_loss: Any, *_: Any, **__: Any) -> int:
+    return 0  # formed in forward
+
+
+def _late_flops(
+    d_loss: Any,
+    d_nll: Any,
+    d_zsq: Any,
+    d_correct: Any,
+    w: Any,
+    x: Any,
+    *_: Any,
+    wanted: Any = (),
+    **__: Any,
+) -> int:
+    return 0 if d_nll is None and d_zsq is None else _products(w, x, 1 + sum(wanted[:2]))
+
+
+def _rows_flops(
+    d_nll: Any, d_zsq: Any, d_correct: Any, w: Any, x: Any, *_: Any, wanted: Any = (), **__: Any
+) -> int:
+    return _products(w, x, 1 + sum(wanted[:2]))
 
 
 def _sum_fake(
@@ -247,7 +277,9 @@ def _rows_fake(
     return tuple(y.new_empty(y.shape, dtype=dtype) for dtype in dtypes)
 
 
-def _rule(name: str, fwd: Any, bwd: Any, fake: Any, outputs: int, more: tuple[str, ...]) -> Any:
+def _rule(
+    name: str, fwd: Any, bwd: Any, fake: Any, flops: Any, outputs: int, more: tuple[str, ...]
+) -> Any:
     both = {"reference": _rows_ref, "triton": _rows_triton}
     return custom_vjp(
         name,
@@ -257,13 +289,19 @@ def _rule(name: str, fwd: Any, bwd: Any, fake: Any, outputs: int, more: tuple[st
         outputs=outputs,
         opaque=True,
         fake=fake,
-        flops=_flops,
+        flops=flops,
     )
 
 
-_loss = _rule("fused_linear_ce", _sum_fwd, _loss_bwd, _sum_fake, 1, ("u",))
-_stats = _rule("fused_linear_ce_stats", _sum_fwd, _sum_bwd, _sum_fake, 4, ("u",))
-_per_row = _rule("fused_linear_ce_rows", _rows_fwd, _rows_bwd, _rows_fake, 3, ())
+_loss = _rule(
+    "fused_linear_ce", _sum_fwd, _loss_bwd, _sum_fake, (_fwd_flops, _loss_flops), 1, ("u",)
+)
+_stats = _rule(
+    "fused_linear_ce_stats", _sum_fwd, _sum_bwd, _sum_fake, (_fwd_flops, _late_flops), 4, ("u",)
+)
+_per_row = _rule(
+    "fused_linear_ce_rows", _rows_fwd, _rows_bwd, _rows_fake, (_fwd_flops, _rows_flops), 3, ()
+)
 
 
 def fused_linear_ce(
@@ -357,8 +395,8 @@ def _call(
         w=(w, "v d"),
         x=(x, "... d"),
         y=(y, "int ..."),
-        b=(b, "v"),
-        class_weight=(class_weight, "v"),
+        b=(b, "? v"),
+        class_weight=(class_weight, "? v"),
     )
     check_rows(op, y, x=x)
     check_options(op, y, row, reduction, z_loss, u, n_valid)
@@ -370,19 +408,17 @@ def _call(
     options: dict[str, Any] = {**row._asdict(), "compute": compute, "accum_dtype": accum_dtype}
     options["chunk"] = chunk or chunk_size(w.shape[0], compute, x.device)
     weight = None if class_weight is None else class_weight.detach()
-    n = normaliser(y, weight, row.ignore_index, reduction, n_valid, wide(compute))
     a = (w, x.reshape(-1, x.shape[-1]), b, y.reshape(-1), weight)
     if reduction == "none":
-        nll, zsq, correct = _per_row(*a, **options)
-        nll, zsq = nll.view(y.shape), z_loss * zsq.view(y.shape)
-        if u is not None:
-            nll, zsq = nll * u, zsq * u
-        return CEStats(nll + zsq, nll, zsq, (y != row.ignore_index).sum(), correct.sum())
-    u = u if u is None else u.reshape(-1)
-    if rule is _loss:
-        loss = rule(*a, u, z_loss=z_loss, **options)
-        loss = loss if n is None else loss / n
-        return CEStats(loss, loss, loss, loss, loss)
-    loss, nll, zsq, correct = rule(*a, u, z_loss=z_loss, **options)
-    loss, nll, zsq = (t if n is None else t / n for t in (loss, nll, z_loss * zsq))
-    return CEStats(loss, nll, zsq, (y != row.ignore_index).sum(), correct.sum())
+        nll, zsq, correct = (t.view(y.shape) for t in _per_row(*a, **options))
+        return reduced(nll, z_loss * zsq, correct, y, weight, row, reduction, n_valid, u)
+    u = u if u is None else u.reshape(-1).to(wide(compute))
+    n = normaliser(y, weight, row.ignore_index, reduction, n_valid, wide(compute))
+    loss, *rest = (
+        (out,) if isinstance(out := rule(*a, u, z_loss=z_loss, **options), Tensor) else out
+    )
+    scaled = [t if n is None else t / n for t in (loss, *rest[:2])]
+    if not rest:
+        return CEStats(*scaled * 5)
+    valid = (y != row.ignore_index).sum()
+    return CEStats(scaled[0], scaled[1], z_loss * scaled[2], valid, rest[2].sum())

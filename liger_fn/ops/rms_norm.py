@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_fn._check import check_choice, check_tensors
-from liger_fn._launch import launch, row_tile, rows_of, strips, tl, triton
+from liger_fn._launch import contiguous, launch, row_tile, rows_of, strips, tl, triton
 from liger_fn._math import rounded, up, wide
 from liger_fn._vjp import custom_vjp
 
@@ -46,7 +46,7 @@ def _bwd_ref(
         dx = (rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))).to(x.dtype)
     if wanted[1] and w is not None:
         kept = xhat if casting == "gemma" else xhat.to(x.dtype)
-        dw = (dy * kept).reshape(-1, x.shape[-1]).sum(0).to(w.dtype)
+        dw = rows_of(dy * kept, x.shape[-1]).sum(0).to(w.dtype)
     return dx, dw
 
 
@@ -177,11 +177,8 @@ def _bwd_triton(
 
 
 def _layout(x: Tensor, w: Tensor | None, n: int) -> tuple[Tensor, Tensor | None, int]:
-    return (
-        rows_of(x, n),
-        w if w is None else w.contiguous(),
-        n if w is not None and w.dim() == 2 else 0,
-    )
+    """Packed rows, the gain, and how far apart the gains of two groups lie."""
+    return rows_of(x, n).contiguous(), contiguous(w), n if w is not None and w.dim() == 2 else 0
 
 
 # -- rule ------------------------------------------------------------------------------------------
@@ -224,6 +221,6 @@ def rms_norm(
     References:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
     """
-    check_tensors("rms_norm", x=(x, "... n"), w=(w, "n"))
+    check_tensors("rms_norm", x=(x, "... n"), w=(w, "? n"))
     check_choice("rms_norm", "casting", casting, ("llama", "gemma", "none"))
     return _rms_norm(x, w, eps=eps, offset=offset, casting=casting)

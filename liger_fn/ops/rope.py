@@ -12,9 +12,12 @@ Pullback of dy, since rot is antisymmetric:
     dx   = dy * cos - rot(dy * sin)
     dcos = sum over heads of dy * x,   dsin = sum over heads of dy * rot(x)
 
-Products are taken in the dtype that x and cos promote to, as torch does; y has the dtype of x.
+y has the dtype of x. The reference takes products in the dtype that x and cos promote to, as torch does,
+the kernels in float32 (float64 for float64 x) with one rounding at the end.
 Su et al., 2021, arXiv:2104.09864; half-width form: Black et al., 2022, arXiv:2204.06745.
 """
+
+import math
 
 import torch
 from einops import rearrange
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from liger_fn._check import check_choice, check_same_shape, check_tensors
 from liger_fn._launch import launch, tl, triton
-from liger_fn._math import rounded, up, wide
+from liger_fn._math import up, wide
 from liger_fn._vjp import custom_vjp
 
 # -- reference -------------------------------------------------------------------------------------
@@ -40,6 +43,10 @@ def _spread(c: Tensor, layout: str) -> Tensor:
     if layout == "interleaved":
         c = c[..., : c.shape[-1] // 2].repeat_interleave(2, -1)
     return c.unsqueeze(-3)
+
+
+def _wide(x: Tensor, cos: Tensor) -> Tensor:
+    return x.to(torch.promote_types(wide(x.dtype), cos.dtype))
 
 
 def _fwd_ref(
@@ -65,9 +72,9 @@ def _pull_x(d: Tensor | None, x: Tensor, cos: Tensor, sin: Tensor, layout: str) 
     if d is None:
         return torch.zeros_like(x)
     r = cos.shape[-1]
-    d1 = wide(d.narrow(-1, 0, r))  # an index here would stop is_grads_batched: no rule for an alias
+    d1 = _wide(d[..., :r], cos)
     d1 = d1 * _spread(cos, layout) - _rot(d1 * _spread(sin, layout), layout)
-    return torch.cat((d1.to(x.dtype), d.narrow(-1, r, x.shape[-1] - r)), -1)
+    return torch.cat((d1.to(x.dtype), d[..., r:]), -1)
 
 
 def _pull_angles(
@@ -76,7 +83,11 @@ def _pull_angles(
 ) -> list[Tensor | None]:  # fmt: skip
     out: list[Tensor | None] = []
     r = cos.shape[-1]
-    pairs = [(wide(d.narrow(-1, 0, r)), wide(x[..., :r])) for d, x in ((dq, q), (dk, k)) if d is not None]
+    pairs = [
+        (_wide(d[..., :r], cos), _wide(x[..., :r], cos))
+        for d, x in ((dq, q), (dk, k))
+        if d is not None
+    ]
     for c, want, turn in zip((cos, sin), wanted, (lambda x: x, lambda x: _rot(x, layout))):
         if not want:
             out.append(None)
@@ -100,7 +111,7 @@ def _rope_kernel(
     # one token and BLOCK_H of its heads; strides of both tensors, so that no layout needs a copy
     token = tl.program_id(0).to(tl.int64)
     b, time = token // t, token % t
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    head = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     x_ptr += b * xb + time * xt + head * xh
     y_ptr += b * yb + time * yt + head * yh
     angle = b * angle_b + time * r
@@ -117,15 +128,11 @@ def _rope_kernel(
         s2 = tl.load(sin_ptr + angle + half + col, col < half, other=0.0)
     x1 = up(tl.load(x_ptr + one, mask, other=0.0))
     x2 = up(tl.load(x_ptr + two, mask, other=0.0))
+    c1, s1, c2, s2 = up(c1), up(s1), up(c2), up(s2)
     if BACKWARD:
-        y1 = x1 * up(c1) + x2 * up(s2)
-        y2 = x2 * up(c2) - x1 * up(s1)
-    elif x_ptr.dtype.element_ty == cos_ptr.dtype.element_ty:
-        y1 = rounded(x1 * up(c1), c1.dtype) - rounded(x2 * up(s1), c1.dtype)
-        y2 = rounded(x2 * up(c2), c1.dtype) + rounded(x1 * up(s2), c1.dtype)
+        y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
     else:
-        y1 = x1 * up(c1) - x2 * up(s1)
-        y2 = x2 * up(c2) + x1 * up(s2)
+        y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
     tl.store(y_ptr + one, y1, mask)
     tl.store(y_ptr + two, y2, mask)
     for k in range(r, width, BLOCK):
@@ -133,25 +140,30 @@ def _rope_kernel(
         tl.store(y_ptr + k + col, tl.load(x_ptr + k + col, tail), tail)
 
 
+def _new_like(x: Tensor) -> Tensor:
+    """Empty, in the memory order of x if its heads are contiguous there; as (b, h, t, k)."""
+    x4 = x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+    y = torch.empty_like(x4)
+    return y if y.stride(-1) == 1 else torch.empty_like(x4, memory_format=torch.contiguous_format)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, *, backward: bool) -> Tensor:
-    *lead, h, t, width = x.shape
-    r, y = cos.shape[-1], torch.empty_like(x)
-    x4, y4 = x.reshape(-1, h, t, width), y.view(-1, h, t, width) if len(lead) != 1 else y
-    if width > 1 and x4.stride(-1) != 1:
+    lead, (h, t, width), r = x.shape[:-3], x.shape[-3:], cos.shape[-1]
+    y, x4 = _new_like(x), x.reshape(math.prod(lead), h, t, width)
+    if x.numel() == 0:
+        return y.view(x.shape)
+    if x4.stride(-1) != 1:
         x4 = x4.contiguous()
-    cos, sin = cos.expand(*lead, t, r), sin.expand(*lead, t, r)
-    shared = all(
-        s == 0 or n == 1 for c in (cos, sin) for n, s in zip(lead, c.stride(), strict=False)
-    )
-    cos, sin = ((c[(0,) * len(lead)] if shared else c).contiguous() for c in (cos, sin))
-    block = triton.next_power_of_2(r // 2)
+    shared = math.prod(cos.shape[:-2]) == 1
+    cos, sin = ((c if shared else c.expand(*lead, t, r)).contiguous() for c in (cos, sin))
+    block = triton.next_power_of_2(max(r // 2, 1))
     block_h = min(triton.next_power_of_2(h), max(1, 2048 // block))
     launch(
-        _rope_kernel, (x4.shape[0] * t, -(-h // block_h)), x4, y4, cos, sin, h, t, width, r,
-        *x4.stride()[:3], *y4.stride()[:3], 0 if shared else t * r,
+        _rope_kernel, (x4.shape[0] * t, -(-h // block_h)), x4, y, cos, sin, h, t, width, r,
+        *x4.stride()[:3], *y.stride()[:3], 0 if shared else t * r,
         BACKWARD=backward, INTERLEAVED=layout == "interleaved", BLOCK_H=block_h, BLOCK=block,
     )  # fmt: skip
-    return y
+    return y.view(x.shape)
 
 
 def _fwd_triton(
@@ -178,7 +190,7 @@ def _bwd_triton(
 
 
 def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
+    return _new_like(q).view(q.shape), _new_like(k).view(k.shape)
 
 
 # -- rule ------------------------------------------------------------------------------------------

@@ -57,7 +57,9 @@ def _fwd_kernel(gate_ptr, up_ptr, y_ptr, n, gate_stride, up_stride, BLOCK: tl.co
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = up(tl.load(gate_ptr + row * gate_stride + col, col < n, other=0.0))
     u = up(tl.load(up_ptr + row * up_stride + col, col < n, other=0.0))
-    tl.store(y_ptr + row * n + col, rounded(g * tl.sigmoid(g), gate_ptr.dtype.element_ty) * u, col < n)
+    tl.store(
+        y_ptr + row * n + col, rounded(g * tl.sigmoid(g), gate_ptr.dtype.element_ty) * u, col < n
+    )
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def _packed_fwd_triton(gate_up: Tensor) -> tuple[Tensor]:
 
 def _packed_bwd_triton(dy: Tensor, gate_up: Tensor, *, wanted: tuple[bool, ...]) -> tuple[Tensor]:
     d = gate_up.new_empty(gate_up.shape)
-    dgate, dup = d.view(-1, d.shape[-1]).chunk(2, -1)
+    dgate, dup = rows_of(d, d.shape[-1]).chunk(2, -1)
     _launch_bwd(dy, *gate_up.chunk(2, -1), dgate, dup, d.shape[-1])
     return (d,)
 
