@@ -439,15 +439,23 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
 
 def _make_traced(op: _Op, visible: Any, reference: Rule, tells: bool) -> Callable[..., tuple]:
     """A rule as Dynamo meets it: plain closures, since it cannot name an object inside a Function."""
-    names, whole = tuple(op.options), op.opaque
+    names = tuple(op.options)
+
+    def through_op(
+        backend: Backend, marks: tuple, wanted: tuple, values: tuple, a: tuple
+    ) -> tuple[Tensor, ...]:
+        kw = {"backend": backend, "groups": (), "mapped": marks, "wanted": wanted}
+        return tuple(visible(*a, **dict(zip(names, values, strict=True)), **kw))
+
+    if op.opaque:
+        return through_op
 
     def traced(
         backend: Backend, marks: tuple, wanted: tuple, values: tuple, a: tuple
     ) -> tuple[Tensor, ...]:
+        if backend == "triton":
+            return through_op(backend, marks, wanted, values, a)
         options = dict(zip(names, values, strict=True))
-        if whole or backend == "triton":
-            kw = {"backend": backend, "groups": (), "mapped": marks, "wanted": wanted}
-            return tuple(visible(*a, **options, **kw))
         if tells:
             options["wanted"] = wanted
         return tuple([t for t in reference(*a, **options) if t is not None])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -767,17 +769,26 @@ def test_arguments_and_upstream_gradients_are_never_written(backend, device, red
     assert owned.isdisjoint(t.untyped_storage().data_ptr() for t in (loss, *grads))
 
 
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Let no code inside wait for the GPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @on_gpu
 def test_neither_forward_nor_backward_waits_for_the_gpu(device):
     tensors = make_full(5, 7, device=device)
     leaves = [tensors[k].requires_grad_() for k in ("logits", "token_weight")]
     liger_fn.cross_entropy(**tensors, **EVERY).backward()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         stats = liger_fn.cross_entropy_with_stats(**tensors, **EVERY)
         torch.autograd.grad(stats.loss, leaves)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @on_gpu

@@ -31,6 +31,7 @@ from tests.test_cross_entropy import (
     pick,
     run,
     stats_oracle,
+    waiting_is_an_error,
 )
 from tests.tolerance import assert_exact_as, ulp
 
@@ -846,12 +847,9 @@ def test_neither_forward_nor_backward_waits_for_the_gpu(device, reduction):
     d = torch.ones(5 if reduction == "none" else (), device=device)
     options = {**EVERY, "reduction": reduction, "chunk": 2}
     torch.autograd.grad(liger_fn.fused_linear_ce(**tensors, **options), leaves, d)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         stats = liger_fn.fused_linear_ce_with_stats(**tensors, **options)
         torch.autograd.grad(stats.loss, leaves, d)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # -- errors ----------------------------------------------------------------------------------------

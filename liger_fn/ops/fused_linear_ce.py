@@ -230,6 +230,10 @@ def _fwd_flops(w: Any, x: Any, *_: Any, wanted: Any = (), **__: Any) -> int:
     return _products(w, x, 1 + sum(wanted[:2]))
 
 
+def _rows_fwd_flops(w: Any, x: Any, *_: Any, **__: Any) -> int:
+    return _products(w, x, 1)
+
+
 def _loss_flops(d_loss: Any, *_: Any, **__: Any) -> int:
     return 0  # formed in forward
 
@@ -300,7 +304,7 @@ _stats = _rule(
     "fused_linear_ce_stats", _sum_fwd, _sum_bwd, _sum_fake, (_fwd_flops, _late_flops), 4, ("u",)
 )
 _per_row = _rule(
-    "fused_linear_ce_rows", _rows_fwd, _rows_bwd, _rows_fake, (_fwd_flops, _rows_flops), 3, ()
+    "fused_linear_ce_rows", _rows_fwd, _rows_bwd, _rows_fake, (_rows_fwd_flops, _rows_flops), 3, ()
 )
 
 
