@@ -112,10 +112,12 @@ def check_rows(op: str, y: Tensor, **rows: Tensor) -> None:
 
 
 def check_options(
-    op: str, y: Tensor, row: Row, reduction: str, z_loss: float, token_weight: Tensor | None,
+    op: str, y: Tensor, columns: int, row: Row, reduction: str, z_loss: float, token_weight: Tensor | None,
     n_valid: float | Tensor | None,
 ) -> None:  # fmt: skip
     """Hold the options that every cross entropy has to their meaning."""
+    if columns == 0:
+        raise ValueError(f"{op}: axis v must not be empty")
     check_choice(op, "reduction", reduction, ("mean", "sum", "none"))
     if not 0 <= row.label_smoothing <= 1:
         raise ValueError(f"{op}: label_smoothing must lie in [0, 1], got {row.label_smoothing}")
@@ -131,6 +133,8 @@ def check_options(
     if isinstance(n_valid, Tensor):
         if n_valid.dim():
             raise ValueError(f"{op}: n_valid must have shape (), got {tuple(n_valid.shape)}")
+        if n_valid.device not in (y.device, torch.device("cpu")):
+            raise ValueError(f"{op}: n_valid is on {n_valid.device} but y is on {y.device}")
     elif n_valid < 0:
         raise ValueError(f"{op}: n_valid must be at least 0, got {n_valid}")
 

@@ -23,6 +23,7 @@ from liger_fn._vjp import tracked
 # chunk is held a few times over (logits, exponentials, gradient) and gains nothing from more rows
 _BUDGET = {"cpu": 16 << 20}
 _BUDGET_GPU = 1 << 30
+_AUTOCAST = ("cpu", "cuda", "xpu", "mps")  # a meta tensor has none
 
 Rows = Callable[..., tuple[tuple[Tensor, ...], Tensor | None]]
 
@@ -39,11 +40,7 @@ def product_dtype(w: Tensor, x: Tensor, b: Tensor | None) -> torch.dtype:
     if b is not None:
         dtype = torch.promote_types(dtype, b.dtype)
     kind = x.device.type
-    if (
-        dtype != torch.float64
-        and torch.amp.is_autocast_available(kind)
-        and torch.is_autocast_enabled(kind)
-    ):
+    if dtype != torch.float64 and kind in _AUTOCAST and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return dtype
 
@@ -55,7 +52,8 @@ def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 def head_loop(
     rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, row_args: tuple[Tensor | None, ...], *,
-    chunk: int, compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, bool, bool],
+    ignore_index: int, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+    wanted: tuple[bool, bool, bool],
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Run `rows` on the logits of each chunk of x (m, d).
 
@@ -66,6 +64,7 @@ def head_loop(
         b: bias (v,).
         y: targets (m,).
         row_args: more tensors (m,), passed on by chunk.
+        ignore_index: target of rows that do not count: whatever x holds there, NaN included, is read as 0.
         chunk: tokens per step, at most.
         compute: dtype of the operands of the products.
         accum_dtype: dtype of the sums dw.
@@ -89,7 +88,8 @@ def head_loop(
     with _autocast_off(x.device.type):
         for i in range(0, max(m, 1), max(size, 1)):
             at = slice(i, i + size)
-            z = _mm(x[at], w.t(), zdtype, None if buffer is None else buffer[: x[at].shape[0]])
+            xc = torch.where((y[at] != ignore_index)[:, None], x[at], 0.0)
+            z = _mm(xc, w.t(), zdtype, None if buffer is None else buffer[: xc.shape[0]])
             if b is not None:
                 z = z.add_(b.to(compute)) if own else z + b.to(compute)
             part, dz = rows(z, y[at], *(a if a is None else a[at] for a in row_args), any(wanted))
@@ -103,18 +103,14 @@ def head_loop(
             if wanted[1]:
                 dxs.append(_mm(dz, w, operand, None if dx is None else dx[at]))
             if wanted[0]:
-                dw = _accumulate(dw, dz.t(), x[at], accum, own)
+                dw = _accumulate(dw, dz.t(), xc, accum, own)
     if wanted[1] and dx is None:
         dx = torch.cat(dxs)
     return tuple(map(torch.cat, zip(*parts, strict=True))), dw, dx, db
 
 
 def _autocast_off(kind: str) -> AbstractContextManager[Any]:
-    return (
-        torch.autocast(kind, enabled=False)
-        if torch.amp.is_autocast_available(kind)
-        else nullcontext()
-    )
+    return torch.autocast(kind, enabled=False) if kind in _AUTOCAST else nullcontext()
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:

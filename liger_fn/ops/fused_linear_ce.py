@@ -116,7 +116,7 @@ def _loop(
     row = Row(ignore_index, label_smoothing, logit_scale, softcap)
     return head_loop(
         partial(rows, class_weight=class_weight, row=row), w, x, b, y, (a, e),
-        chunk=chunk, compute=compute, accum_dtype=accum_dtype, wanted=wanted[:3],  # type: ignore[arg-type]  # three of them
+        ignore_index=ignore_index, chunk=chunk, compute=compute, accum_dtype=accum_dtype, wanted=wanted[:3],  # type: ignore[arg-type]  # three of them
     )  # fmt: skip
 
 
@@ -184,7 +184,8 @@ def _scaled(g: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         return g.to(dtype)
     if tracked():
         return (g * scale).to(dtype)
-    return torch.mul(g, scale, out=torch.empty_like(g, dtype=dtype))
+    # one axis, so that a float32 scale is not rounded to a half g first
+    return torch.mul(g, scale.view(1), out=torch.empty_like(g, dtype=dtype))
 
 
 def _loss_bwd(rows: Rows, d_loss: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
@@ -403,12 +404,12 @@ def _call(
         class_weight=(class_weight, "? v"),
     )
     check_rows(op, y, x=x)
-    check_options(op, y, row, reduction, z_loss, u, n_valid)
+    check_options(op, y, w.shape[0], row, reduction, z_loss, u, n_valid)
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"{op}: chunk must be an integer above 0, got {chunk!r}")
     if accum_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{op}: accum_dtype must be float32 or bfloat16, got {accum_dtype}")
-    compute = product_dtype(w, x, b)
+    y, compute = y.long(), product_dtype(w, x, b)
     options: dict[str, Any] = {**row._asdict(), "compute": compute, "accum_dtype": accum_dtype}
     options["chunk"] = chunk or chunk_size(w.shape[0], compute, x.device)
     weight = None if class_weight is None else class_weight.detach()
