@@ -1,4 +1,7 @@
-"""Checks of arguments before any launch, with one wording: op, argument, what was wanted, what came."""
+"""Checks of arguments before any launch.
+
+They share one wording: op, argument, what was wanted, what came.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ def check_tensors(op: str, **named: tuple[Tensor | None, str]) -> None:
     """Hold tensors to shapes such as "... n" or "v d", to floating dtypes and to one device.
 
     "..." stands for any number of leading axes and is not compared; a name stands for one size
-    everywhere. A spec that starts with "int" asks for integers instead of floats, one that starts with
-    "?" lets None pass.
+    everywhere. A spec that starts with "int" asks for integers instead of floats, one that starts
+    with "?" lets None pass.
     """
     sizes: dict[str, tuple[str, int]] = {}
     home: tuple[str, torch.device] | None = None

@@ -1,7 +1,8 @@
 """Where and how kernels run: the choice of backend, the device guard, tiles and grids.
 
-The device decides: CUDA, ROCm and XPU tensors run Triton, all others the plain torch reference. With
-`TRITON_INTERPRET=1` in the environment CPU tensors run the kernels too, through Triton's interpreter.
+The device decides: CUDA, ROCm and XPU tensors run Triton, all others the plain torch reference.
+With `TRITON_INTERPRET=1` in the environment CPU tensors run the kernels too, through Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ _MAX_BLOCK = 8192
 def using(backend: Backend) -> Iterator[None]:
     """Run every function of this library on one backend inside a `with` block.
 
-    The choice belongs to the current thread and task. A compiled function keeps the backend that was in
-    force when it was compiled.
+    The choice belongs to the current thread and task. A compiled function keeps the backend that
+    was in force when it was compiled.
 
     Args:
         backend: "reference" (plain torch) or "triton" (the kernels).
 
     Raises:
-        ValueError: at once for another name; from the function that is called when the tensors it is
-            given lie where the backend cannot run.
+        ValueError: at once for another name; from the function that is called when the tensors it
+            is given lie where the backend cannot run.
 
     Example:
         >>> with using("reference"):
@@ -68,7 +69,7 @@ def using(backend: Backend) -> Iterator[None]:
 # Dynamo cannot trace a ContextVar: the answer is a constant of the compiled graph.
 @torch.compiler.assume_constant_result
 def backend_for(device_type: str) -> Backend:
-    """Name the backend that serves tensors of this device type, or raise if the asked-for one cannot."""
+    """Name the backend that serves tensors of a device type; raise if the asked-for one cannot."""
     asked = _asked.get()
     can = HAS_TRITON and device_type in _TRITON_DEVICES
     if asked == "triton" and not can:

@@ -1,4 +1,7 @@
-"""The maths that several functions share. Device functions use no libdevice: the interpreter runs them."""
+"""The maths that several functions share.
+
+Device functions use no libdevice: the interpreter runs them.
+"""
 
 from typing import overload
 
@@ -13,7 +16,7 @@ def wide(t: Tensor) -> Tensor: ...
 @overload
 def wide(t: torch.dtype) -> torch.dtype: ...
 def wide(t: Tensor | torch.dtype) -> Tensor | torch.dtype:
-    """Widen a tensor or a dtype to that of statistics: float64 stays, everything else becomes float32."""
+    """Widen a tensor or a dtype to that of statistics: float64 stays, all else becomes float32."""
     if isinstance(t, torch.dtype):
         return torch.promote_types(t, torch.float32)
     return t if t.dtype == torch.float64 else t.float()
@@ -22,11 +25,7 @@ def wide(t: Tensor | torch.dtype) -> Tensor | torch.dtype:
 @triton.jit
 def up(x):
     """Widen to the type of statistics: float64 stays, everything else becomes float32."""
-    if x.dtype == tl.float64:
-        wide_x = x
-    else:
-        wide_x = x.to(tl.float32)
-    return wide_x
+    return x if x.dtype == tl.float64 else x.to(tl.float32)
 
 
 @triton.jit
@@ -36,8 +35,8 @@ def silu(x):
 
 @triton.jit
 def tanh(x):
-    # 1 - 2/(e^2x + 1) cancels near 0: there the odd polynomial of Cephes' tanhf (S. Moshier) is good to
-    # an ulp of float32. float64 has room for the plain form: its absolute error is 1e-16.
+    # 1 - 2/(e^2x + 1) cancels near 0: there the odd polynomial of Cephes' tanhf (S. Moshier) is
+    # good to an ulp of float32. float64 has room for the plain form: its absolute error is 1e-16.
     far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
     s = x * x
     p = (
@@ -70,8 +69,8 @@ def ce_row(
     """One pass over a row of logits, on line (Milakov and Gimelshein, 2018, arXiv:1805.02867).
 
     Returns:
-        nll, zsq, whether y is the argmax, the maximum, lse - maximum. Differences to the maximum and to
-        z[y] keep their digits under a large common offset, where lse alone has none left.
+        nll, zsq, whether y is the argmax, the maximum, lse - maximum. Differences to the maximum
+        and to z[y] keep their digits under a large common offset, where lse alone has none left.
     """
     bad = (y < 0) | (y >= v)
     at = tl.where(bad, 0, y)
@@ -126,7 +125,10 @@ def weight_sum(weight_ptr, v, dtype: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def ce_pull(d_nll_ptr, d_zsq_ptr, row, y, weight_ptr, weights_ptr, v, lse, SMOOTHING: tl.constexpr):
-    """Factors of a row's gradient: of p, of the one at y, of the weights. NaN for a y out of range."""
+    """Factors of a row's gradient: of p, of the one at y, of the weights.
+
+    NaN for a y out of range.
+    """
     bad = (y < 0) | (y >= v)
     own = tl.full((), 1.0, lse.dtype)
     if weight_ptr is not None:
@@ -148,7 +150,7 @@ def ce_store_gradient(
     z_ptr, dz_ptr, weight_ptr, col, v, y, top, logsum, pull, target, spread,
     SCALE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Write pull * p - spread * weight - target at y, taken back through cap and scale, at `col`."""
+    """Write pull * p - spread * weight - target at y, back through cap and scale, at `col`."""
     mask = col < v
     z = capped(tl.load(z_ptr + col, mask, other=0.0), SCALE, CAP)
     weight = 1.0

@@ -62,6 +62,7 @@ def custom_vjp(
     grouped: bool = False,
     opaque: bool = False,
     fake: Rule | None = None,
+    layout: Callable[[Tensor], Tensor] | None = None,
     flops: tuple[Callable[..., int], Callable[..., int]] | None = None,
 ) -> Callable[..., Any]:
     """Make a differentiable function from rules.
@@ -91,6 +92,7 @@ def custom_vjp(
         opaque: keep the op whole under torch.compile even where the reference runs.
         fake: shapes and strides of fwd's results for tracing; default: the reference on fake tensors,
             made contiguous.
+        layout: an empty cotangent for an argument, as bwd lays it out; default: contiguous.
         flops: operations of fwd and of bwd from the shapes of their arguments, for FLOP counters.
 
     Returns:
@@ -99,7 +101,7 @@ def custom_vjp(
     Example:
         See `liger_fn/ops/rms_norm.py`, and "A new op in one file" in CONTRIBUTING.md.
     """
-    op = _Op(name, fwd, bwd, differentiable, rows, outputs, grouped, opaque, fake, flops)
+    op = _Op(name, fwd, bwd, differentiable, rows, outputs, grouped, opaque, fake, layout, flops)
     forward = _make_functions(op)
 
     def call(*tensors: _Maybe, **options: Any) -> Any:
@@ -183,6 +185,7 @@ class _Op:
         grouped: bool,
         opaque: bool,
         fake: Rule | None,
+        layout: Callable[[Tensor], Tensor] | None,
         flops: tuple[Callable[..., int], Callable[..., int]] | None,
     ) -> None:
         parameters = list(inspect.signature(fwd["reference"]).parameters.values())
@@ -197,6 +200,7 @@ class _Op:
         self.slots = [self.names.index(d) for d in differentiable]
         self.rows = [n in rows for n in self.names]
         self.fwd, self.bwd, self.fake = fwd, bwd, fake
+        self.layout = layout or _dense
         self.outputs, self.grouped, self.opaque = outputs, grouped, opaque
         self.shares = any(not self.rows[i] for i in self.slots)
         pullback = inspect.signature(bwd["reference"]).parameters.values()
@@ -229,15 +233,23 @@ class _Op:
         return getattr(torch.ops.liger_fn, name).default
 
     def _fwd_impl(self, *tensors: _Maybe, **kw: Any) -> list[Tensor]:
-        return list(self._call(self._fwd_rule, tensors, **kw))
+        out = self._call(self._fwd_rule, tensors, **kw)
+        if kw["backend"] == "triton" and not kw["groups"]:
+            return list(out)
+        if self.fake is None or kw["groups"]:
+            return [t.contiguous() for t in out]
+        return list(map(_laid_out, out, self._fwd_fake(*tensors, **kw)))
 
     def _bwd_impl(self, *tensors: _Maybe, **kw: Any) -> list[Tensor]:
-        return list(self._call(self._bwd_rule, tensors, **kw))
+        out = self._call(self._bwd_rule, tensors, **kw)
+        if kw["backend"] == "triton" and not kw["groups"]:
+            return list(out)
+        return list(map(_laid_out, out, self._bwd_fake(*tensors, **kw)))
 
     def _fwd_fake(self, *tensors: _Maybe, **kw: Any) -> list[Tensor]:
         if self.fake is None or kw["groups"]:
             kw["backend"] = "reference"
-            return [_dense(t) for t in self._fwd_impl(*tensors, **kw)]
+            return [_dense(t) for t in self._call(self._fwd_rule, tensors, **kw)]
         del kw["backend"], kw["groups"], kw["mapped"]
         if not self.tells_fwd:
             del kw["wanted"]
@@ -245,12 +257,15 @@ class _Op:
 
     def _bwd_fake(self, *tensors: _Maybe, wanted: Sequence[bool], **kw: Any) -> list[Tensor]:
         primals = tensors[self.outputs : self.outputs + len(self.names)]
-        n, out = math.prod(kw["groups"]), []
+        groups, out = kw["groups"], []
         for i in itertools.compress(self.slots, wanted):
             t = primals[i]
-            assert t is not None  # noqa: S101 - narrows for mypy: what is wanted exists
-            per_group = kw["groups"] and not kw["mapped"][self.outputs + i] and n > 0
-            out.append(t.new_empty((*kw["groups"], *t.shape)) if per_group else _dense(t))
+            if t is None:  # what is wanted exists
+                continue
+            if groups and not kw["mapped"][self.outputs + i]:
+                out.append(t.new_empty((*groups, *t.shape)))
+            else:
+                out.append(_dense(t) if groups else self.layout(t))
         return out
 
     # -- running a rule
@@ -547,6 +562,10 @@ def _vmap(rule: Callable, mapped: Sequence[bool]) -> Callable:
         return torch.vmap(some, dims)(*(a[i] for i in on))
 
     return mapped_rule
+
+
+def _laid_out(t: Tensor, like: Tensor) -> Tensor:
+    return t if t.stride() == like.stride() else like.copy_(t)
 
 
 def _dense(t: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, settings
 from tests.conftest import _block as _block
 from tests.conftest import _clean as _clean
 from tests.conftest import backend as backend
-from tests.conftest import device as device
 
 # the fixtures choose a backend and patch modules: once a test is right, every example sees the same.
 # A draw takes a millisecond, but the first one loads kernels, on a machine that others may share.

@@ -1,9 +1,9 @@
 """What the two cross entropies share: the loss of a row in plain torch, its options, the reduction.
 
-z    = softcap * tanh(logit_scale * logits / softcap)            (logit_scale * logits without a cap)
+z    = softcap * tanh(logit_scale * logits / softcap)         (logit_scale * logits without a cap)
 lse  = log(sum(exp(z)))
-nll  = (1 - s) * c[y] * (lse - z[y]) + s / v * sum(c * (lse - z))     s label_smoothing, c class_weight
-zsq  = c[y] * lse**2                                                 weighed by the option z_loss
+nll  = (1 - s) * c[y] * (lse - z[y]) + s / v * sum(c * (lse - z))  s label_smoothing, c class_weight
+zsq  = c[y] * lse**2                                              weighed by the option z_loss
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from liger_fn._math import wide
 
 
 class CEStats(NamedTuple):
-    """What a cross entropy knows beside its loss; the losses reduced alike, the counts over the batch."""
+    """What a cross entropy knows beside its loss.
+
+    The losses are reduced alike, the counts over the batch.
+    """
 
     loss: Tensor
     nll: Tensor
@@ -43,9 +46,13 @@ class Row(NamedTuple):
 def row_losses(
     logits: Tensor, y: Tensor, class_weight: Tensor | None, row: Row
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Plain torch: nll, zsq, whether y is the argmax, the maximum, lse - maximum; each shaped as y."""
+    """Plain torch: nll, zsq, whether y is the argmax, the maximum, lse - maximum.
+
+    Each is shaped as y.
+    """
     valid = y != row.ignore_index
-    # masked before exp and log: what an ignored row holds, NaN included, reaches neither value nor gradient
+    # masked before exp and log: what an ignored row holds, NaN included, reaches neither value nor
+    # gradient
     z = torch.where(valid[..., None], transformed(logits, row), 0.0)
     bad, at = out_of_range(y, z.shape[-1], valid)
     z = z - (top := z.detach().amax(-1, keepdim=True))
@@ -65,10 +72,10 @@ def row_losses(
 
 
 def row_pullback(
-    d_nll: Tensor | None, d_zsq: Tensor | None, logits: Tensor, y: Tensor, class_weight: Tensor | None,
-    top: Tensor, logsum: Tensor, row: Row,
+    d_nll: Tensor | None, d_zsq: Tensor | None, logits: Tensor, y: Tensor,
+    class_weight: Tensor | None, top: Tensor, logsum: Tensor, row: Row,
 ) -> Tensor:  # fmt: skip
-    """Plain torch: the cotangent of logits, in the dtype of statistics; 0 where a row is ignored."""
+    """Plain torch: the cotangent of logits in the dtype of statistics; 0 where a row is ignored."""
     s, valid = row.label_smoothing, y != row.ignore_index
     z = torch.where(valid[..., None], transformed(logits, row), 0.0)
     bad, at = out_of_range(y, z.shape[-1], valid)
@@ -112,8 +119,8 @@ def check_rows(op: str, y: Tensor, **rows: Tensor) -> None:
 
 
 def check_options(
-    op: str, y: Tensor, columns: int, row: Row, reduction: str, z_loss: float, token_weight: Tensor | None,
-    n_valid: float | Tensor | None,
+    op: str, y: Tensor, columns: int, row: Row, reduction: str, z_loss: float,
+    token_weight: Tensor | None, n_valid: float | Tensor | None,
 ) -> None:  # fmt: skip
     """Hold the options that every cross entropy has to their meaning."""
     if columns == 0:
@@ -143,7 +150,7 @@ def normaliser(
     y: Tensor, class_weight: Tensor | None, ignore_index: int, reduction: str,
     n_valid: float | Tensor | None, dtype: torch.dtype,
 ) -> Tensor | None:  # fmt: skip
-    """What a mean divides by, or None; at least something: all rows ignored is loss 0, not 0 / 0."""
+    """What a mean divides by, or None; at least something: all rows ignored is loss 0, not 0/0."""
     if reduction != "mean":
         return None
     if n_valid is None:

@@ -1,10 +1,10 @@
 """The one loop over chunks of tokens behind every fused_linear_* function.
 
-    for each chunk: z = x w^T + b, then one row pass (losses, and z turned into its gradient dz), then
-        dx = dz w,    dw += dz^T x,    db += sum of dz
+    for each chunk: z = x w^T + b, then one row pass (losses, and z turned into its gradient dz),
+        then dx = dz w,    dw += dz^T x,    db += sum of dz
 
-No (m, v) tensor beyond one chunk exists. Three matrix products a chunk with gradients, one without. Sums
-over tokens are kept in `accum_dtype`; half precision products accumulate in float32 inside.
+No (m, v) tensor beyond one chunk exists. Three matrix products a chunk with gradients, one without.
+Sums over tokens are kept in `accum_dtype`; half precision products accumulate in float32 inside.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def chunk_size(v: int, dtype: torch.dtype, device: torch.device) -> int:
 
 
 def product_dtype(w: Tensor, x: Tensor, b: Tensor | None) -> torch.dtype:
-    """What the operands of w, x and b are cast to: the dtype of autocast, else what they promote to."""
+    """What the operands of w, x and b are cast to: autocast's dtype, else what they promote to."""
     dtype = torch.promote_types(w.dtype, x.dtype)
     if b is not None:
         dtype = torch.promote_types(dtype, b.dtype)
@@ -51,7 +51,8 @@ def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def head_loop(
-    rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, row_args: tuple[Tensor | None, ...], *,
+    rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
+    row_args: tuple[Tensor | None, ...], *,
     ignore_index: int, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
@@ -64,7 +65,8 @@ def head_loop(
         b: bias (v,).
         y: targets (m,).
         row_args: more tensors (m,), passed on by chunk.
-        ignore_index: target of rows that do not count: whatever x holds there, NaN included, is read as 0.
+        ignore_index: target of rows that do not count: whatever x holds there, NaN included, is
+            read as 0.
         chunk: tokens per step, at most.
         compute: dtype of the operands of the products.
         accum_dtype: dtype of the sums dw.
@@ -75,6 +77,9 @@ def head_loop(
     """
     m, zdtype = x.shape[0], logits_dtype(compute, x.device)
     operand = compute if x.device.type != "cpu" else zdtype
+    dx_dtype = (
+        operand if x.dtype.itemsize < 4 else wide(compute)
+    )  # no rounding that x does not ask for
     # values round to `compute` first, also where the products run wider
     w, x = w.to(compute).to(operand), x.to(compute).to(operand)
     own = not tracked()  # nobody differentiates this loop: it may reuse its own buffers
@@ -82,7 +87,7 @@ def head_loop(
     size = min(chunk, -(-step // 16) * 16)
     accum = accum_dtype if compute != torch.float64 else compute
     buffer = x.new_empty(min(size, m), w.shape[0], dtype=zdtype) if own else None
-    dx = x.new_empty(x.shape) if own and wanted[1] else None
+    dx = x.new_empty(x.shape, dtype=dx_dtype) if own and wanted[1] else None
     dw = db = None
     parts, dxs = [], []
     with _autocast_off(x.device.type):
@@ -101,7 +106,7 @@ def head_loop(
                 db = d if db is None else db + d
             dz = dz.to(operand)
             if wanted[1]:
-                dxs.append(_mm(dz, w, operand, None if dx is None else dx[at]))
+                dxs.append(_mm(dz, w, dx_dtype, None if dx is None else dx[at]))
             if wanted[0]:
                 dw = _accumulate(dw, dz.t(), xc, accum, own)
     if wanted[1] and dx is None:

@@ -6,13 +6,14 @@
 
 Pullback of (d_nll, d_zsq), writing p = softmax(z), s = label_smoothing, A = (1 - s) * c[y]:
 
-    dz      = d_nll * ((A + s / v * sum(c)) * p - A * onehot(y) - s / v * c) + d_zsq * 2 * c[y] * lse * p
+    dz      = d_nll * ((A + s / v * sum(c)) * p - A * onehot(y) - s / v * c)
+              + d_zsq * 2 * c[y] * lse * p
     dlogits = dz * (1 - (z / softcap)**2) * logit_scale
 
-The rule is one row's; weights, mean and sum are plain torch above it, so they differentiate by themselves.
-Statistics and losses are float32 (float64 for float64 logits), dlogits has the dtype of logits. z-loss:
-Chowdhery et al., 2022, arXiv:2204.02311; softcap: Gemma Team, 2024, arXiv:2408.00118; label smoothing:
-Szegedy et al., 2015, arXiv:1512.00567.
+The rule is one row's; weights, mean and sum are plain torch above it, so they differentiate by
+themselves. Statistics and losses are float32 (float64 for float64 logits), dlogits has the dtype of
+logits. z-loss: Chowdhery et al., 2022, arXiv:2204.02311; softcap: Gemma Team, 2024,
+arXiv:2408.00118; label smoothing: Szegedy et al., 2015, arXiv:1512.00567.
 """
 
 import torch
@@ -32,7 +33,7 @@ from liger_fn.ops._ce import (
     row_pullback,
 )
 
-# -- reference: in _ce, since fused_linear_ce is the same rows --------------------------------------
+# -- reference: in _ce, since fused_linear_ce is the same rows -------------------------------------
 
 
 def _fwd_ref(
@@ -107,8 +108,8 @@ def _fwd_triton(
     nll = new(y, dtype=wide(logits.dtype))
     zsq, correct, top, logsum = new(nll), new(y, dtype=torch.bool), new(nll), new(nll)
     launch(
-        _fwd_kernel, (y.numel(),), z, y, contiguous(class_weight), nll, zsq, correct, top, logsum, v,
-        IGNORE=ignore_index, SMOOTHING=label_smoothing, SCALE=logit_scale, CAP=softcap or 0.0,
+        _fwd_kernel, (y.numel(),), z, y, contiguous(class_weight), nll, zsq, correct, top, logsum,
+        v, IGNORE=ignore_index, SMOOTHING=label_smoothing, SCALE=logit_scale, CAP=softcap or 0.0,
         **row_tile(v, 4096),
     )  # fmt: skip
     return nll, zsq, correct, top, logsum
@@ -127,7 +128,8 @@ def _bwd_triton(
     launch(
         _bwd_kernel, (y.numel(), -(-v // tile["BLOCK"])), *rows, z, y.contiguous(),
         contiguous(class_weight), weights, top.contiguous(), logsum.contiguous(), dz, v,
-        IGNORE=ignore_index, SMOOTHING=label_smoothing, SCALE=logit_scale, CAP=softcap or 0.0, **tile,
+        IGNORE=ignore_index, SMOOTHING=label_smoothing, SCALE=logit_scale, CAP=softcap or 0.0,
+        **tile,
     )  # fmt: skip
     return (dz,)
 
@@ -148,7 +150,8 @@ def cross_entropy(
     logits: Tensor, y: Tensor, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, logit_scale: float = 1.0, class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None, reduction: str = "mean", n_valid: float | Tensor | None = None,
+    token_weight: Tensor | None = None, reduction: str = "mean",
+    n_valid: float | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross entropy of targets `y` under softmax of `logits`; logits are never written to.
 
@@ -156,19 +159,22 @@ def cross_entropy(
         logits: unnormalised scores (..., v).
         y: target columns (...), integers; equal to ignore_index where a row does not count.
         ignore_index: rows with this target have loss and gradient 0, whatever their logits hold.
-        label_smoothing: share in [0, 1] of the target's probability that is spread over all columns.
+        label_smoothing: share in [0, 1] of the target's probability that is spread over all
+            columns.
         z_loss: weight of the square of the log-normaliser.
         softcap: c of c * tanh(z / c), applied to the scaled logits.
         logit_scale: multiplies the logits first.
         class_weight: weight of each column (v,), as in torch; not differentiated.
         token_weight: weight of each row (...); differentiable; not counted by the mean.
         reduction: "mean", "sum" or "none".
-        n_valid: what the mean divides by instead of the batch's own count (with class_weight, its sum
-            of target weights): the global number of targets under gradient accumulation or data parallelism.
+        n_valid: what the mean divides by instead of the batch's own count (with class_weight, its
+            sum of target weights): the global number of targets under gradient accumulation or data
+            parallelism.
 
     Returns:
-        float32 scalar (float64 for float64 logits), or a loss per row (...) with "none". No rows, or all
-        ignored: 0 with gradient 0. A target outside [0, v) that is not ignore_index: that row is NaN.
+        float32 scalar (float64 for float64 logits), or a loss per row (...) with "none". No rows,
+        or all ignored: 0 with gradient 0. A target outside [0, v) that is not ignore_index: that
+        row is NaN.
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.
@@ -179,8 +185,8 @@ def cross_entropy(
         tensor(1.3863)
 
     References:
-        z-loss: Chowdhery et al., "PaLM", 2022, arXiv:2204.02311. softcap: Gemma Team, "Gemma 2", 2024,
-        arXiv:2408.00118. Label smoothing: Szegedy et al., 2015, arXiv:1512.00567.
+        z-loss: Chowdhery et al., "PaLM", 2022, arXiv:2204.02311. softcap: Gemma Team, "Gemma 2",
+        2024, arXiv:2408.00118. Label smoothing: Szegedy et al., 2015, arXiv:1512.00567.
     """
     row = Row(ignore_index, label_smoothing, logit_scale, softcap)
     return _call(
@@ -192,7 +198,8 @@ def cross_entropy_with_stats(
     logits: Tensor, y: Tensor, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, logit_scale: float = 1.0, class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None, reduction: str = "mean", n_valid: float | Tensor | None = None,
+    token_weight: Tensor | None = None, reduction: str = "mean",
+    n_valid: float | Tensor | None = None,
 ) -> CEStats:  # fmt: skip
     """Return what `cross_entropy` does, its two terms, and the counts that go with them.
 
@@ -210,8 +217,9 @@ def cross_entropy_with_stats(
         n_valid: as there.
 
     Returns:
-        CEStats(loss, nll, z_loss, n_valid, n_correct): loss = nll + z_loss, all three reduced alike and
-        differentiable; the number of targets that count and of those that are the argmax (int64 scalars).
+        CEStats(loss, nll, z_loss, n_valid, n_correct): loss = nll + z_loss, all three reduced alike
+        and differentiable; the number of targets that count and of those that are the argmax (int64
+        scalars).
 
     Raises:
         ValueError: as there.

@@ -1,18 +1,20 @@
-"""Linear projection and cross entropy in one: the loss of a language model's head without its logits.
+"""Linear projection and cross entropy in one: the loss of a language model head without its logits.
 
-    z = x w^T + b                                  x: (..., d)   w: (v, d)   b: (v,)   z: never in memory
+    z = x w^T + b                             x: (..., d)   w: (v, d)   b: (v,)   z: never in memory
     loss = sum over rows of u * (nll + z_loss * zsq), divided by the number of targets
 
 with nll and zsq of a row as in `_ce`, u token_weight. Pullback, dz the pullback of a row (see
 `cross_entropy`) with d_nll = u and d_zsq = z_loss * u:
 
-    dx = dloss * dz w        dw = dloss * dz^T x        db = dloss * sum of dz        du = dloss * (nll + z_loss * zsq)
+    dx = dloss * dz w        dw = dloss * dz^T x        db = dloss * sum of dz
+    du = dloss * (nll + z_loss * zsq)
 
-A scalar loss forms dx, dw and db in its forward pass, where a chunk of logits is at hand: 3 products, and
-backward only scales them. Gradients that were not formed (an outer transform asks late), and those of nll
-or zsq alone, are formed in backward; so are all with reduction "none": 4 products. Sums over tokens are
-float32 (float64 for float64), dx, dw and db take the dtypes of x, w and b. Memory: one chunk of logits.
-Chunked head with gradients in forward: Hsu et al., "Liger Kernel", 2024, arXiv:2410.10989.
+A scalar loss forms dx, dw and db in its forward pass, where a chunk of logits is at hand: 3
+products, and backward only scales them. Gradients that were not formed (an outer transform asks
+late), and those of nll or zsq alone, are formed in backward; so are all with reduction "none": 4
+products. Sums over tokens are float32 (float64 for float64), dx, dw and db take the dtypes of x, w
+and b. Memory: one chunk of logits. Chunked head with gradients in forward: Hsu et al., "Liger
+Kernel", 2024, arXiv:2410.10989.
 """
 
 from functools import partial
@@ -37,7 +39,7 @@ from liger_fn.ops._ce import (
 )
 from liger_fn.ops._chunked import Rows, chunk_size, head_loop, product_dtype
 
-# -- reference: the row pass in plain torch; the rest is the loop of _chunked ------------------------
+# -- reference: the row pass in plain torch; the rest is the loop of _chunked ----------------------
 
 
 def _rows_ref(
@@ -51,7 +53,7 @@ def _rows_ref(
     return (nll, zsq, correct), row_pullback(a, e, z, y, class_weight, top, logsum, row)
 
 
-# -- kernels: the row pass, which turns a chunk of logits into its gradient in place -----------------
+# -- kernels: the row pass, which turns a chunk of logits into its gradient in place ---------------
 
 
 @triton.jit
@@ -96,15 +98,15 @@ def _rows_triton(
     weights = None if class_weight is None else class_weight.to(nll.dtype).sum()
     a = torch.ones_like(nll) if a is None and e is None else a
     launch(
-        _rows_kernel, (y.numel(),), z, z if gradient else None, y, contiguous(class_weight), weights,
-        contiguous(a), contiguous(e), nll, zsq, correct, z.shape[1],
+        _rows_kernel, (y.numel(),), z, z if gradient else None, y, contiguous(class_weight),
+        weights, contiguous(a), contiguous(e), nll, zsq, correct, z.shape[1],
         IGNORE=row.ignore_index, SMOOTHING=row.label_smoothing, SCALE=row.logit_scale, CAP=row.cap,
         **row_tile(z.shape[1], 4096),
     )  # fmt: skip
     return (nll, zsq, correct), z if gradient else None
 
 
-# -- the two rules over either row pass: a loss that is a sum, and losses per row ----------------------
+# -- the two rules over either row pass: a loss that is a sum, and losses per row ------------------
 
 
 def _loop(
@@ -116,7 +118,8 @@ def _loop(
     row = Row(ignore_index, label_smoothing, logit_scale, softcap)
     return head_loop(
         partial(rows, class_weight=class_weight, row=row), w, x, b, y, (a, e),
-        ignore_index=ignore_index, chunk=chunk, compute=compute, accum_dtype=accum_dtype, wanted=wanted[:3],  # type: ignore[arg-type]  # three of them
+        ignore_index=ignore_index, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
+        wanted=wanted[:3],  # type: ignore[arg-type]  # three of them
     )  # fmt: skip
 
 
@@ -132,8 +135,9 @@ def _weighted(
 def _sum_fwd(
     rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None,
     u: Tensor | None, *,
-    ignore_index: int, label_smoothing: float, logit_scale: float, softcap: float | None, z_loss: float,
-    chunk: int, compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
+    ignore_index: int, label_smoothing: float, logit_scale: float, softcap: float | None,
+    z_loss: float, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+    wanted: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dtype = wide(compute)
     (nll, zsq, correct), dw, dx, db = _loop(
@@ -148,8 +152,8 @@ def _sum_fwd(
 
 def _sum_bwd(
     rows: Rows, d_loss: Tensor | None, d_nll: Tensor | None, d_zsq: Tensor | None, d_correct: None,
-    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None, u: Tensor | None,
-    dw: Tensor, dx: Tensor, db: Tensor, nll: Tensor, zsq: Tensor, *,
+    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None,
+    u: Tensor | None, dw: Tensor, dx: Tensor, db: Tensor, nll: Tensor, zsq: Tensor, *,
     z_loss: float, wanted: tuple[bool, ...], **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     scale = d_loss if d_nll is None and d_zsq is None else None
@@ -170,7 +174,9 @@ def _sum_bwd(
     ]
     du = None
     if wanted[3] and u is not None:
-        du = sum(c * t for c, t in ((c_nll, nll), (c_zsq, zsq)) if c is not None).to(u.dtype)
+        terms = (c * t for c, t in ((c_nll, nll), (c_zsq, zsq)) if c is not None)
+        total: Tensor = sum(terms)  # type: ignore[assignment]  # never the int 0: one term exists
+        du = total.to(u.dtype)
     return *out, du
 
 
@@ -179,7 +185,10 @@ def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _scaled(g: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """scale * g in `dtype`, in one pass where nobody differentiates it: g may be (v, d) in float32."""
+    """scale * g in `dtype`, in one pass where nobody differentiates it.
+
+    g may be (v, d) in float32.
+    """
     if scale is None:
         return g.to(dtype)
     if tracked():
@@ -189,8 +198,8 @@ def _scaled(g: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _loss_bwd(rows: Rows, d_loss: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
-    class_weight: Tensor | None, u: Tensor | None, nll_sum: Tensor, zsq_sum: Tensor, correct: Tensor,
-    dw: Tensor, dx: Tensor, db: Tensor, nll: Tensor, zsq: Tensor, **options: Any,
+    class_weight: Tensor | None, u: Tensor | None, nll_sum: Tensor, zsq_sum: Tensor,
+    correct: Tensor, dw: Tensor, dx: Tensor, db: Tensor, nll: Tensor, zsq: Tensor, **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     return _sum_bwd(
         rows, d_loss, None, None, None, w, x, b, y, class_weight, u, dw, dx, db, nll, zsq, **options
@@ -211,7 +220,8 @@ def _rows_fwd(
 
 def _rows_bwd(
     rows: Rows, d_nll: Tensor | None, d_zsq: Tensor | None, d_correct: None, w: Tensor, x: Tensor,
-    b: Tensor | None, y: Tensor, class_weight: Tensor | None, *, wanted: tuple[bool, ...], **options: Any,
+    b: Tensor | None, y: Tensor, class_weight: Tensor | None, *, wanted: tuple[bool, ...],
+    **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     _, *grads = _loop(rows, w, x, b, y, class_weight, d_nll, d_zsq, wanted, **options)
     return tuple(
@@ -260,12 +270,13 @@ def _rows_flops(
 
 
 def _sum_fake(
-    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None, u: Tensor | None, *,
-    compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...], **_: Any,
+    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None,
+    u: Tensor | None, *, compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
+    **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     sums = torch.promote_types(accum_dtype, compute) if compute == torch.float64 else accum_dtype
-    dtype, operand = wide(compute), compute if x.device.type != "cpu" else wide(compute)
-    kinds = (sums, operand, dtype)
+    dtype, half = wide(compute), x.device.type != "cpu" and x.dtype.itemsize < 4
+    kinds = (sums, compute if half else dtype, dtype)
     formed = (
         w.new_empty(t.shape if want and t is not None else (0,), dtype=kind if want else dtype)
         for want, t, kind in zip(wanted, (w, x, b), kinds, strict=False)
@@ -314,32 +325,37 @@ def fused_linear_ce(
     b: Tensor | None = None, chunk: int | None = None, accum_dtype: torch.dtype = torch.float32,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, logit_scale: float = 1.0, class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None, reduction: str = "mean", n_valid: float | Tensor | None = None,
+    token_weight: Tensor | None = None, reduction: str = "mean",
+    n_valid: float | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross entropy of targets `y` under softmax of x w^T + b, without the logits in memory.
 
     Args:
-        w: projection (v, d), as `torch.nn.Linear` holds it. Frozen: no product and no buffer for it.
+        w: projection (v, d), as `torch.nn.Linear` holds it. Frozen: no product and no buffer for
+            it.
         x: activations (..., d). Frozen: no product for it.
-        y: target columns (...), already aligned with x, integers; ignore_index where a row does not count.
+        y: target columns (...), already aligned with x, integers; ignore_index where a row does not
+            count.
         b: bias (v,).
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
         accum_dtype: of the sums over chunks that become dw; bfloat16 halves their memory.
         ignore_index: rows with this target have loss and gradient 0.
-        label_smoothing: share in [0, 1] of the target's probability that is spread over all columns.
+        label_smoothing: share in [0, 1] of the target's probability that is spread over all
+            columns.
         z_loss: weight of the square of the log-normaliser.
         softcap: c of c * tanh(z / c), applied to the scaled logits.
         logit_scale: multiplies the logits first.
         class_weight: weight of each column (v,), as in torch; not differentiated.
         token_weight: weight of each row (...); differentiable; not counted by the mean.
         reduction: "mean", "sum" or "none". Only "none" computes the logits again for its gradient.
-        n_valid: what the mean divides by instead of the batch's own count (with class_weight, its sum
-            of target weights): the global number of targets under gradient accumulation or data parallelism.
+        n_valid: what the mean divides by instead of the batch's own count (with class_weight, its
+            sum of target weights): the global number of targets under gradient accumulation or data
+            parallelism.
 
     Returns:
         float32 scalar (float64 for float64), or a loss per row (...) with "none". No rows, or all
-        ignored: 0 with gradient 0. A target outside [0, v) that is not ignore_index: that row is NaN.
-        Mixed dtypes promote; under autocast the products run in its dtype, in backward too.
+        ignored: 0 with gradient 0. A target outside [0, v) that is not ignore_index: that row is
+        NaN. Mixed dtypes promote; under autocast the products run in its dtype, in backward too.
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.
@@ -351,11 +367,12 @@ def fused_linear_ce(
         tensor(1.3863)
 
     References:
-        Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv:2410.10989.
+        Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024,
+        arXiv:2410.10989.
     """
     return _call(
-        "fused_linear_ce", _loss, w, x, y, b, chunk, accum_dtype, z_loss, class_weight, token_weight,
-        reduction, n_valid, Row(ignore_index, label_smoothing, logit_scale, softcap),
+        "fused_linear_ce", _loss, w, x, y, b, chunk, accum_dtype, z_loss, class_weight,
+        token_weight, reduction, n_valid, Row(ignore_index, label_smoothing, logit_scale, softcap),
     ).loss  # fmt: skip
 
 
@@ -364,16 +381,18 @@ def fused_linear_ce_with_stats(
     b: Tensor | None = None, chunk: int | None = None, accum_dtype: torch.dtype = torch.float32,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, logit_scale: float = 1.0, class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None, reduction: str = "mean", n_valid: float | Tensor | None = None,
+    token_weight: Tensor | None = None, reduction: str = "mean",
+    n_valid: float | Tensor | None = None,
 ) -> CEStats:  # fmt: skip
     """Return what `fused_linear_ce` does, its two terms, and the counts that go with them.
 
-    The arguments are those of `fused_linear_ce`. Differentiating `loss` costs what it costs there; a
-    gradient of `nll` or `z_loss` by itself runs the chunks once more.
+    The arguments are those of `fused_linear_ce`. Differentiating `loss` costs what it costs there;
+    a gradient of `nll` or `z_loss` by itself runs the chunks once more.
 
     Returns:
-        CEStats(loss, nll, z_loss, n_valid, n_correct): loss = nll + z_loss, all three reduced alike and
-        differentiable; the number of targets that count and of those that are the argmax (int64 scalars).
+        CEStats(loss, nll, z_loss, n_valid, n_correct): loss = nll + z_loss, all three reduced alike
+        and differentiable; the number of targets that count and of those that are the argmax (int64
+        scalars).
 
     Raises:
         ValueError: as there.

@@ -8,8 +8,9 @@ Pullback of dy, writing xhat = x * rstd and g = dy * (offset + w):
     dx = rstd * (g - xhat * mean(g * xhat))
     dw = sum over rows of dy * xhat
 
-Statistics and sums are float32 (float64 for float64 x); dx and dw take the dtypes of x and w. Zhang and
-Sennrich, 2019, arXiv:1910.07467. Where half precision rounds is part of the meaning, see `casting`.
+Statistics and sums are float32 (float64 for float64 x); dx and dw take the dtypes of x and w. Zhang
+and Sennrich, 2019, arXiv:1910.07467. Where half precision rounds is part of the meaning, see
+`casting`.
 """
 
 import torch
@@ -23,16 +24,21 @@ from liger_fn._vjp import custom_vjp
 # -- reference -------------------------------------------------------------------------------------
 
 
+def _to(t: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch 2.11 compiles a cast to the same dtype at the end of a Function into a gradient of zero
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def _fwd_ref(
     x: Tensor, w: Tensor | None, *, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     h = x if casting == "none" else wide(x)
     rstd = torch.rsqrt((h * h).mean(-1, keepdim=True) + eps)
-    y = h * rstd if casting == "gemma" else (h * rstd).to(x.dtype)
+    y = h * rstd if casting == "gemma" else _to(h * rstd, x.dtype)
     if w is not None:
         gain = w.to(y.dtype) if casting == "gemma" else w
         y = y * (gain + offset if offset else gain)
-    return y.to(x.dtype) if casting == "gemma" else y, wide(rstd.squeeze(-1))
+    return _to(y, x.dtype) if casting == "gemma" else y, wide(rstd)[..., 0].clone()
 
 
 def _bwd_ref(
@@ -50,7 +56,7 @@ def _bwd_ref(
     return dx, dw
 
 
-# -- kernels: w_ptr is None without a gain; w_stride is 0 where all groups share it -------------------
+# -- kernels: w_ptr is None without a gain; w_stride is 0 where all groups share it ----------------
 
 
 @triton.jit
@@ -144,8 +150,8 @@ def _fwd_triton(
     rows, w, w_stride = _layout(x, w, n)
     y, rstd = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
     launch(
-        _fwd_kernel, (rows.shape[0],), rows, w, y, rstd, n, rows.shape[0] // (groups or 1), w_stride,
-        EPS=eps, OFFSET=offset, CASTING=casting, **row_tile(n),
+        _fwd_kernel, (rows.shape[0],), rows, w, y, rstd, n, rows.shape[0] // (groups or 1),
+        w_stride, EPS=eps, OFFSET=offset, CASTING=casting, **row_tile(n),
     )  # fmt: skip
     return y, rstd
 
@@ -203,9 +209,9 @@ def rms_norm(
         w: gains (n,), or None for a gain of 1.
         eps: added to the mean square; keeps an all-zero row finite.
         offset: added to w; 1.0 for models that store the gain as its difference from 1 (Gemma).
-        casting: where half precision rounds, each as a family of Hugging Face models does. "llama" casts
-            x * rstd to the dtype of x before the gain, "gemma" multiplies in float32 and casts once,
-            "none" does every step in the dtype of x.
+        casting: where half precision rounds, each as a family of Hugging Face models does. "llama"
+            casts x * rstd to the dtype of x before the gain, "gemma" multiplies in float32 and
+            casts once, "none" does every step in the dtype of x.
 
     Returns:
         Tensor shaped like x, in its dtype with "gemma", else in the dtype of a product of x and w.

@@ -3,7 +3,8 @@
     y = x * cos + rot(x) * sin        on the first r entries of each head; the tail passes through
 
     layout "half":         rot(x) = (-x2, x1) for the halves x1, x2 of the r entries (NeoX, Llama)
-    layout "interleaved":  rot(x) = (-x1, x0, -x3, x2, ...); pair i turns by entry i of cos and sin (GLM)
+    layout "interleaved":  rot(x) = (-x1, x0, -x3, x2, ...); pair i turns by entry i of cos and sin
+                           (GLM)
 
     q: (..., h, t, k)   k: (..., hk, t, k)   cos, sin: (..., t, r), r <= k
 
@@ -12,12 +13,13 @@ Pullback of dy, since rot is antisymmetric:
     dx   = dy * cos - rot(dy * sin)
     dcos = sum over heads of dy * x,   dsin = sum over heads of dy * rot(x)
 
-y has the dtype of x. The reference takes products in the dtype that x and cos promote to, as torch does,
-the kernels in float32 (float64 for float64 x) with one rounding at the end.
+y has the dtype of x. The reference takes products in the dtype that x and cos promote to, as torch
+does, the kernels in float32 (float64 for float64 x) with one rounding at the end.
 Su et al., 2021, arXiv:2104.09864; half-width form: Black et al., 2022, arXiv:2204.06745.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from einops import rearrange
@@ -63,7 +65,7 @@ def _bwd_ref(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     out: list[Tensor | None] = [
         _pull_x(d, x, cos, sin, layout) if want else None
-        for want, d, x in zip(wanted, (dq, dk), (q, k))
+        for want, d, x in zip(wanted, (dq, dk), (q, k), strict=False)
     ]
     return *out, *_pull_angles(dq, dk, q, k, cos, sin, layout, wanted[2:])
 
@@ -88,11 +90,13 @@ def _pull_angles(
         for d, x in ((dq, q), (dk, k))
         if d is not None
     ]
-    for c, want, turn in zip((cos, sin), wanted, (lambda x: x, lambda x: _rot(x, layout))):
+    turns: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x, lambda x: _rot(x, layout))
+    for c, want, turn in zip((cos, sin), wanted, turns, strict=True):
         if not want:
             out.append(None)
             continue
-        dc = sum((d * turn(x)).sum(-3) for d, x in pairs)
+        terms = ((d * turn(x)).sum(-3) for d, x in pairs)
+        dc: Tensor = sum(terms)  # type: ignore[assignment]  # never the int 0: one term exists
         if layout == "interleaved":
             dc = rearrange(dc, "... (p two) -> ... p two", two=2).sum(-1)
             dc = torch.cat((dc, torch.zeros_like(dc)), -1)
@@ -147,9 +151,18 @@ def _new_like(x: Tensor) -> Tensor:
     return y if y.stride(-1) == 1 else torch.empty_like(x4, memory_format=torch.contiguous_format)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, *, backward: bool) -> Tensor:
+def _empty_like(x: Tensor) -> Tensor:
+    """What comes out for x: a gradient lies in memory as its primal does, angles are contiguous."""
+    if x.dim() < 3:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _new_like(x).view(x.shape)
+
+
+def _rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, layout: str, like: Tensor, *, backward: bool
+) -> Tensor:
     lead, (h, t, width), r = x.shape[:-3], x.shape[-3:], cos.shape[-1]
-    y, x4 = _new_like(x), x.reshape(math.prod(lead), h, t, width)
+    y, x4 = _new_like(like), x.reshape(math.prod(lead), h, t, width)
     if x.numel() == 0:
         return y.view(x.shape)
     if x4.stride(-1) != 1:
@@ -169,7 +182,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, *, backward: bool)
 def _fwd_triton(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str
 ) -> tuple[Tensor, Tensor]:
-    q, k = (_rotate(x, cos, sin, layout, backward=False) for x in (q, k))
+    q, k = (_rotate(x, cos, sin, layout, x, backward=False) for x in (q, k))
     return q, k
 
 
@@ -180,17 +193,17 @@ def _bwd_triton(
     out: list[Tensor | None] = []
     for want, d, x in zip(wanted, (dq, dk), (q, k), strict=False):
         if want and d is None:
-            out.append(torch.zeros_like(x))
+            out.append(_empty_like(x).zero_())
         else:
             out.append(
-                _rotate(d, cos, sin, layout, backward=True) if want and d is not None else None
+                _rotate(d, cos, sin, layout, x, backward=True) if want and d is not None else None
             )
     # learned angles are rare: plain torch
     return *out, *_pull_angles(dq, dk, q, k, cos, sin, layout, wanted[2:])
 
 
 def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> tuple[Tensor, Tensor]:
-    return _new_like(q).view(q.shape), _new_like(k).view(k.shape)
+    return _empty_like(q), _empty_like(k)
 
 
 # -- rule ------------------------------------------------------------------------------------------
@@ -203,6 +216,7 @@ _rope = custom_vjp(
     rows=("q", "k", "cos", "sin"),
     outputs=2,
     fake=_fake,
+    layout=_empty_like,
 )
 
 
@@ -212,19 +226,23 @@ def rope(
     """Turn queries and keys by the angles of their positions.
 
     Args:
-        q: queries (..., h, t, k), any strides: the transposed view of (..., t, h, k) is read in place.
+        q: queries (..., h, t, k), any strides: the transposed view of (..., t, h, k) is read in
+            place.
         k: keys (..., hk, t, k); hk may differ from h.
         cos: cosines (..., t, r) with r <= k even; leading axes broadcast to those of q without the
-            heads, so one table serves a batch or each row has its own positions. Any floating dtype.
+            heads, so one table serves a batch or each row has its own positions. Any floating
+            dtype.
         sin: sines, shaped as cos.
         layout: "half" pairs entry i with i + r/2, each half reading its own columns of cos and sin;
             "interleaved" pairs entries 2i and 2i + 1, which both read column i < r/2.
 
     Returns:
-        The turned (q, k), shaped and typed like the arguments; entries from r on are unchanged, bit for bit.
+        The turned (q, k), shaped and typed like the arguments; entries from r on are unchanged, bit
+        for bit.
 
     Raises:
-        ValueError: axes disagree, r is odd or above k, cos does not broadcast, or layout is unknown.
+        ValueError: axes disagree, r is odd or above k, cos does not broadcast, or layout is
+            unknown.
         TypeError: an argument is not a floating tensor.
 
     Example:
@@ -233,7 +251,8 @@ def rope(
         tensor([[[0., 1.]]])
 
     References:
-        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv:2104.09864.
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
+        arXiv:2104.09864.
     """
     check_tensors(
         "rope", q=(q, "... h t k"), k=(k, "... hk t k"), cos=(cos, "... t r"), sin=(sin, "... t r")
@@ -244,13 +263,14 @@ def rope(
         raise ValueError(
             f"rope: leading axes are {tuple(k.shape[:-3])} in k but {tuple(q.shape[:-3])} in q"
         )
-    lead, own, r = q.shape[:-3], cos.shape[:-2], cos.shape[-1]
+    lead, own, r = q.shape[:-3], tuple(cos.shape[:-2]), cos.shape[-1]
     if r % 2 or r > q.shape[-1]:
         raise ValueError(f"rope: axis r of cos must be even and at most {q.shape[-1]}, got {r}")
-    own = (1,) * (len(lead) - len(own)) + tuple(own)
+    own = (1,) * (len(lead) - len(own)) + own
     if len(own) > len(lead) or any(n not in (1, size) for n, size in zip(own, lead, strict=True)):
         raise ValueError(
-            f"rope: leading axes of cos must broadcast to {tuple(lead)}, got {tuple(cos.shape[:-2])}"
+            f"rope: leading axes of cos must broadcast to {tuple(lead)}, "
+            f"got {tuple(cos.shape[:-2])}"
         )
     return _rope(
         q, k, cos.reshape(*own, *cos.shape[-2:]), sin.reshape(*own, *sin.shape[-2:]), layout=layout

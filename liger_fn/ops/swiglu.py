@@ -7,9 +7,9 @@ Pullback of dy:
     dgate = dy * up * s * (1 + gate * (1 - s))
     dup   = dy * silu(gate)
 
-Computed in float32 (float64 for float64) from gate and up alone, nothing else is saved. silu(gate) is
-rounded to the dtype of gate before the product, as two torch calls do; y has the dtype of the product.
-Shazeer, 2020, arXiv:2002.05202.
+Computed in float32 (float64 for float64) from gate and up alone, nothing else is saved. silu(gate)
+is rounded to the dtype of gate before the product, as two torch calls do; y has the dtype of the
+product. Shazeer, 2020, arXiv:2002.05202.
 """
 
 import torch
@@ -48,7 +48,7 @@ def _packed_bwd_ref(dy: Tensor, gate_up: Tensor, *, wanted: tuple[bool, ...]) ->
     return (torch.cat((dgate, dup), -1),)  # type: ignore[arg-type]  # both were wanted
 
 
-# -- kernels: rows may lie apart, so that halves of one tensor are read and written in place ----------
+# -- kernels: rows may lie apart, so that halves of one tensor are read and written in place -------
 
 
 @triton.jit
@@ -96,7 +96,8 @@ def _launch_bwd(
     dy, gate, up, tile = dy.contiguous(), rows_of(gate, n), rows_of(up, n), row_tile(n, 1024)
     grid = (gate.shape[0], -(-n // tile["BLOCK"]))
     launch(
-        _bwd_kernel, grid, dy, gate, up, dgate, dup, n, gate.stride(0), up.stride(0), d_stride, **tile
+        _bwd_kernel, grid, dy, gate, up, dgate, dup, n, gate.stride(0), up.stride(0), d_stride,
+        **tile,
     )  # fmt: skip
 
 
@@ -116,7 +117,8 @@ def _packed_fwd_triton(gate_up: Tensor) -> tuple[Tensor]:
 def _packed_bwd_triton(dy: Tensor, gate_up: Tensor, *, wanted: tuple[bool, ...]) -> tuple[Tensor]:
     d = gate_up.new_empty(gate_up.shape)
     dgate, dup = rows_of(d, d.shape[-1]).chunk(2, -1)
-    _launch_bwd(dy, *gate_up.chunk(2, -1), dgate, dup, d.shape[-1])
+    gate, up = gate_up.chunk(2, -1)
+    _launch_bwd(dy, gate, up, dgate, dup, d.shape[-1])
     return (d,)
 
 
@@ -168,10 +170,12 @@ def swiglu_packed(gate_up: Tensor) -> Tensor:
     """Multiply the second half of the last axis by silu of the first, as one tensor in and out.
 
     Args:
-        gate_up: activations (..., 2n), the gate first, as Phi-3, GLM-4 and packed experts store them.
+        gate_up: activations (..., 2n), the gate first, as Phi-3, GLM-4 and packed experts store
+            them.
 
     Returns:
-        Tensor (..., n) in the dtype of gate_up. Its gradient is one tensor too, never a concatenation.
+        Tensor (..., n) in the dtype of gate_up. Its gradient is one tensor too, never a
+        concatenation.
 
     Raises:
         ValueError: the last axis is odd.
