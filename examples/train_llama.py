@@ -1,6 +1,6 @@
 """Train a small Llama on the source of Python's standard library, byte by byte.
 
-    python examples/train_llama.py              # two CPU cores: about two minutes
+    python examples/train_llama.py              # two idle CPU cores: about a minute
     python examples/train_llama.py --plain      # the same model on plain torch functions
     python examples/train_llama.py --compare    # both from one seed: how far apart, speed, memory
     python examples/train_llama.py --compile    # the loss through torch.compile
@@ -10,7 +10,7 @@ The model is a dict of parameters and `loss(params, batch)`. What liger_fn bring
 functions in `LIGER`; `PLAIN` holds the same four in plain torch. A CUDA device gets a model of
 180 M parameters under bfloat16 autocast instead of 0.9 M in float32. Nothing is downloaded.
 
-Needs `pip install "liger_fn[examples]"`.
+Needs `pip install -e ".[examples]"` in the checkout.
 """
 
 import argparse
@@ -327,10 +327,9 @@ def train(state: State, text: Tensor, device: torch.device, path: Path, compiled
         loss_fn = torch.compile(loss_fn, fullgraph=True)
 
     def now() -> State:
-        peak = max(state["memory"], memory(device)[1] - before)
         bare = {k: p.detach() for k, p in params.items()}
-        new = {"params": bare, "optimizer": optimizer.state_dict(), "memory": peak}
-        return {**state, **new, "losses": losses, "seconds": seconds}
+        new = {"params": bare, "optimizer": optimizer.state_dict(), "losses": losses}
+        return {**state, **new, "seconds": seconds, "memory": memory(device)[1] - before}
 
     bar = tqdm(total=config.steps, initial=len(losses), dynamic_ncols=True)
     with bar, CtrlC() as ctrl_c:
@@ -409,7 +408,9 @@ def parse(flags: list[str]) -> tuple[argparse.Namespace, Config]:
     for name in LIMITS:
         sizes = f"default {getattr(CPU, name)}, on a GPU {getattr(GPU, name)}"
         parser.add_argument(f"--{name}", type=int, metavar="N", help=sizes)
-    parser.add_argument("--out", type=Path, default="runs/llama", help="folder of the results")
+    parser.add_argument(
+        "--out", type=Path, default="runs/llama", help="folder that a new run overwrites"
+    )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
     )

@@ -1,17 +1,17 @@
-"""custom_vjp: a table of forward and pullback rules becomes one function that composes with everything.
+"""custom_vjp: forward and pullback rules become one function that composes with everything.
 
-After `jax.custom_vjp` (Frostig, Johnson and Leary, 2018). An op states its mathematics twice, as plain
-torch (the reference) and as kernel launches, and this file serves every transform from that table:
+After `jax.custom_vjp` (Frostig, Johnson and Leary, 2018). An op states its mathematics twice, as
+plain torch (the reference) and as kernel launches; this file serves every transform from that:
 
-    backward, func.grad, vjp, jacrev     one autograd Function, the rules of the op inside
-    second and higher order              the pullback is a Function too; its own pullback differentiates
-                                         the reference, residuals recomputed
-    jvp, jacfwd, forward-mode AD         the reference, as plain torch under the transform: a `jvp` rule
-                                         is dropped by torch.compile and gives 0 when nested
-    vmap                                 leading axes where rows are free, a group axis in the kernel where
-                                         sums over rows stay per sample, else a loop
-    torch.compile, fake tensors,         kernels are registered `liger_fn::*` ops; eager calls skip the
-    checkpoint policies, FLOP counters   dispatcher, which would cost 3-60 us a call
+    backward, func.grad, vjp, jacrev   one autograd Function, the rules of the op inside
+    second and higher order            the pullback is a Function too; its own pullback
+                                       differentiates the reference, residuals recomputed
+    jvp, jacfwd, forward-mode AD       the reference, as plain torch under the transform: a `jvp`
+                                       rule is dropped by torch.compile and gives 0 when nested
+    vmap                               leading axes where rows are free, a group axis in the kernel
+                                       where sums over rows stay per sample, else a loop
+    torch.compile, fake tensors,       kernels are registered `liger_fn::*` ops; eager calls skip
+    checkpoint policies, counters      the dispatcher, which would cost 3-60 us a call
 
 This is the only file that names torch.autograd or functorch internals.
 """
@@ -70,33 +70,35 @@ def custom_vjp(
     The two rules of each backend share one signature, read from the reference:
 
         fwd(*tensors, *, options) -> (*outputs, *residuals)
-        bwd(*cotangents, *tensors, *residuals, *, wanted, options) -> one cotangent per differentiable
+        bwd(*cotangents, *tensors, *residuals, *, wanted, options) -> cotangents of `differentiable`
 
-    Every output and residual is a fresh tensor. A cotangent that arrives as None is zero. `wanted` is a
-    tuple of bools, one per differentiable argument: where it is False the rule returns None and should
-    do no work. A forward rule that names `wanted` among its options is told as well; what its residuals
-    then leave out, bwd must recompute when it is wanted after all. The reference must be plain torch:
-    forward mode and higher derivatives differentiate it.
+    Every output and residual is a fresh tensor. A cotangent that arrives as None is zero. `wanted`
+    is a tuple of bools, one per differentiable argument: where it is False the rule returns None
+    and should do no work. A forward rule that names `wanted` among its options is told as well;
+    what its residuals then leave out, bwd must recompute when it is wanted after all. The reference
+    must be plain torch: forward mode and higher derivatives differentiate it. End it in an
+    operation of its own: torch 2.11 compiles a Function that ends in a cast to the same dtype
+    into a gradient of zero.
 
     Args:
         name: of the registered ops, `liger_fn::<name>_fwd` and `liger_fn::<name>_bwd`.
         fwd: forward rules, keyed "reference" and "triton".
         bwd: pullback rules, with the same keys.
         differentiable: names of the arguments that have cotangents.
-        rows: names of the arguments whose leading axes are free; outputs, residuals and cotangents of
-            outputs share those axes. vmap over these alone needs no further rule.
+        rows: names of the arguments whose leading axes are free; outputs, residuals and cotangents
+            of outputs share those axes. vmap over these alone needs no further rule.
         outputs: how many results of fwd are public; the others are residuals.
-        grouped: the triton rules take `groups: int`; then every row argument is a stack of that many
-            groups, a shared argument may have a leading axis of that size, and cotangents of shared
-            arguments come one per group.
+        grouped: the triton rules take `groups: int`; then every row argument is a stack of that
+            many groups, a shared argument may have a leading axis of that size, and cotangents of
+            shared arguments come one per group.
         opaque: keep the op whole under torch.compile even where the reference runs.
-        fake: shapes and strides of fwd's results for tracing; default: the reference on fake tensors,
-            made contiguous.
+        fake: shapes and strides of fwd's results for tracing; default: the reference on fake
+            tensors, made contiguous.
         layout: an empty cotangent for an argument, as bwd lays it out; default: contiguous.
         flops: operations of fwd and of bwd from the shapes of their arguments, for FLOP counters.
 
     Returns:
-        A function of the tensors (positional) and the options (by keyword) that returns the outputs.
+        A function of the tensors (positional) and options (by keyword) that returns the outputs.
 
     Example:
         See `liger_fn/ops/rms_norm.py`, and "A new op in one file" in CONTRIBUTING.md.
@@ -105,6 +107,7 @@ def custom_vjp(
     forward = _make_functions(op)
 
     def call(*tensors: _Maybe, **options: Any) -> Any:
+        out: Any
         if _plain():
             unwanted = {"wanted": (False,) * len(differentiable)} if op.tells_fwd else {}
             out = op.fwd["reference"](*tensors, **unwanted, **options)
@@ -112,8 +115,9 @@ def custom_vjp(
             grad = torch.is_grad_enabled()
             asked = [tensors[i] for i in op.slots]
             wanted = tuple([grad and t is not None and t.requires_grad for t in asked])
-            # chosen here: backward on a GPU runs in a thread of its own, which using() does not reach
-            backend = backend_for([t for t in tensors if t is not None][0].device.type)
+            # chosen here: backward on a GPU runs in its own thread, which using() does not reach
+            given = [t for t in tensors if t is not None]
+            backend = backend_for(given[0].device.type)
             values = tuple(options[o] for o in op.options)
             shared = (False,) * len(tensors)
             if any(wanted) or torch._C._are_functorch_transforms_active():
@@ -136,7 +140,7 @@ def _plain() -> bool:
 
 
 def tracked() -> bool:
-    """Whether someone may differentiate or map the running code, so that it must not reuse buffers."""
+    """Whether someone may differentiate or map the running code: it must not reuse buffers."""
     return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or _plain()
 
 
@@ -148,8 +152,8 @@ def _is_legacy_batched(t: Tensor) -> bool:
 def _legacy_vmap(pull: Callable, ct: tuple) -> tuple[Tensor, ...] | None:
     """Pull back cotangents that carry an axis of the old vmap by way of the new one.
 
-    None where they carry two. The level of the axis is found by trying: the thread that runs backward
-    on a GPU does not know it, and removing an absent level leaves the tensor batched.
+    None where they carry two. The level of the axis is found by trying: the thread that runs
+    backward on a GPU does not know it, and removing an absent level leaves the tensor batched.
     """
     live = [d for d in ct if d is not None]
     on = [_is_legacy_batched(d) for d in live]
@@ -172,7 +176,7 @@ def _legacy_vmap(pull: Callable, ct: tuple) -> tuple[Tensor, ...] | None:
 
 
 class _Op:
-    """The table of one op, and how its rules are run: which backend, which groups, visible or direct."""
+    """The table of one op, and how its rules run: backend, groups, visible or direct."""
 
     def __init__(
         self,
@@ -233,21 +237,20 @@ class _Op:
         return getattr(torch.ops.liger_fn, name).default
 
     def _fwd_impl(self, *tensors: _Maybe, **kw: Any) -> list[Tensor]:
-        out = self._call(self._fwd_rule, tensors, **kw)
-        if kw["backend"] == "triton" and not kw["groups"]:
-            return list(out)
-        if self.fake is None or kw["groups"]:
-            return [t.contiguous() for t in out]
-        return list(map(_laid_out, out, self._fwd_fake(*tensors, **kw)))
+        return self._settled(self._call(self._fwd_rule, tensors, **kw), kw)
 
     def _bwd_impl(self, *tensors: _Maybe, **kw: Any) -> list[Tensor]:
-        out = self._call(self._bwd_rule, tensors, **kw)
-        if kw["backend"] == "triton" and not kw["groups"]:
-            return list(out)
-        return list(map(_laid_out, out, self._bwd_fake(*tensors, **kw)))
+        return self._settled(self._call(self._bwd_rule, tensors, **kw), kw)
+
+    @staticmethod
+    def _settled(out: tuple[Tensor, ...], kw: dict[str, Any]) -> list[Tensor]:
+        """Kernels lay results out as their fakes say, the others are made contiguous."""
+        own = kw["backend"] == "triton" and not kw["groups"]
+        return [t if own else t.contiguous() for t in out]
 
     def _fwd_fake(self, *tensors: _Maybe, **kw: Any) -> list[Tensor]:
-        if self.fake is None or kw["groups"]:
+        whole = kw["backend"] == "triton" or self.opaque
+        if self.fake is None or kw["groups"] or not whole:
             kw["backend"] = "reference"
             return [_dense(t) for t in self._call(self._fwd_rule, tensors, **kw)]
         del kw["backend"], kw["groups"], kw["mapped"]
@@ -265,7 +268,8 @@ class _Op:
             if groups and not kw["mapped"][self.outputs + i]:
                 out.append(t.new_empty((*groups, *t.shape)))
             else:
-                out.append(_dense(t) if groups else self.layout(t))
+                own = kw["backend"] == "triton" and not groups
+                out.append(self.layout(t) if own else _dense(t))
         return out
 
     # -- running a rule
@@ -377,7 +381,7 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
                     a[i] = t
                 return rule(*a)
 
-            _, pull = torch.func.vjp(of_live, *(saved[i] for i in live))
+            pull = torch.func.vjp(of_live, *(saved[i] for i in live))[1]
             grads = dict(zip(live, pull(tuple(ct)), strict=True))
             none = (None,)
             return none * lead + tuple(map(grads.get, range(c + n))) + none * op.residuals
@@ -415,11 +419,13 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
                 return tuple(out)
             saved = ctx.saved_tensors
             marks = (bool(groups),) * c + tuple(mapped) + (bool(groups),) * residuals
+            grads: Sequence[Tensor]
             if torch.compiler.is_compiling():  # Dynamo does not trace a nested apply
                 grads = traced_bwd(backend, marks, wanted, values, (*ct, *saved))
             else:
                 grads = pull_back(backend, groups, marks, wanted, values, ct, saved)
-            for i, g in zip([i for i, w in zip(slots, wanted) if w], grads):
+            asked = [i for i, w in zip(slots, wanted, strict=True) if w]
+            for i, g in zip(asked, grads, strict=True):
                 shared = groups and not mapped[i]
                 out[lead + i] = g.sum(tuple(range(len(groups)))) if shared else g
             return tuple(out)
@@ -432,7 +438,8 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
         return tuple(op.run_fwd(*args))
 
     def pull_back(
-        backend: Backend, groups: tuple, marks: tuple, wanted: tuple, values: tuple, ct: tuple, saved: tuple
+        backend: Backend, groups: tuple, marks: tuple, wanted: tuple, values: tuple, ct: tuple,
+        saved: tuple,
     ) -> Sequence[Tensor]:  # fmt: skip
         batched = any(d is not None and _is_legacy_batched(d) for d in ct)
         if batched:
@@ -453,7 +460,7 @@ def _make_functions(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _make_traced(op: _Op, visible: Any, reference: Rule, tells: bool) -> Callable[..., tuple]:
-    """A rule as Dynamo meets it: plain closures, since it cannot name an object inside a Function."""
+    """A rule as Dynamo meets it: plain closures, it cannot name an object inside a Function."""
     names = tuple(op.options)
 
     def through_op(
@@ -559,13 +566,10 @@ def _vmap(rule: Callable, mapped: Sequence[bool]) -> Callable:
             return rule(*full)
 
         dims = tuple(0 if mapped[i] else None for i in on)
-        return torch.vmap(some, dims)(*(a[i] for i in on))
+        out: tuple[Tensor, ...] = torch.vmap(some, dims)(*(t for t in a if t is not None))
+        return out
 
     return mapped_rule
-
-
-def _laid_out(t: Tensor, like: Tensor) -> Tensor:
-    return t if t.stride() == like.stride() else like.copy_(t)
 
 
 def _dense(t: Tensor) -> Tensor:
