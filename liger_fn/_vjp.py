@@ -256,7 +256,7 @@ class _Op:
         del kw["backend"], kw["groups"], kw["mapped"]
         if not self.tells_fwd:
             del kw["wanted"]
-        return list(self.fake(*tensors, **kw))
+        return [t for t in self.fake(*tensors, **kw) if t is not None]
 
     def _bwd_fake(self, *tensors: _Maybe, wanted: Sequence[bool], **kw: Any) -> list[Tensor]:
         primals = tensors[self.outputs : self.outputs + len(self.names)]

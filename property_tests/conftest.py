@@ -2,21 +2,25 @@
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # first of all: it chooses Triton's interpreter where there is no GPU
 from tests.conftest import _block as _block
 from tests.conftest import _clean as _clean
 from tests.conftest import backend as backend
 
-# the fixtures choose a backend and patch modules: once a test is right, every example sees the same.
-# A draw takes a millisecond, but the first one loads kernels, on a machine that others may share.
-SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+# fixtures choose a backend and patch modules: every example of a test is to see the same. And the
+# first draws load what they use, on a machine that others may share.
+UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
+# the first counterexample will do: in the interpreter a smaller one takes minutes. "deep" finds it.
 settings.register_profile(
-    "ci", max_examples=15, deadline=None, derandomize=True, suppress_health_check=SUPPRESSED
+    "ci",
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=UNCHECKED,
 )
-settings.register_profile(
-    "deep", max_examples=1000, deadline=None, suppress_health_check=SUPPRESSED
-)
+settings.register_profile("deep", max_examples=1000, deadline=None, suppress_health_check=UNCHECKED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -1,8 +1,8 @@
 """How to draw the arguments of each public function, and how they lie in memory.
 
-A strategy gives every tensor that a row of the table may take, contiguous and in float64; `arguments`
-picks those the row asks for, rounds them to a dtype and lays each out. Sizes are small: the interpreter
-takes a millisecond a program.
+A strategy gives every tensor that a row of the table may take, contiguous and in float64;
+`arguments` picks those the row asks for, rounds them to a dtype and lays each out. Sizes are small:
+in the interpreter a row of a loss takes 20 ms.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 SCALES = st.integers(-4, 4).map(lambda k: 10.0**k)
 ONE = st.just(1.0)
 
-FULL = ((1,), (), (5,), (2, 3), (3, 1, 2))
-LEADS = st.sampled_from((*FULL, (0,), (2, 0)))
-FULL_LEADS = st.sampled_from(FULL)  # a mean over no rows is 0 here and NaN in torch
-# about blocks of 4, 8, 16 and 32, and small more often than large
-WIDTHS = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 31, 32, 33, 40]))
-COLUMNS = WIDTHS.filter(lambda v: v > 1)
+LEADS = st.sampled_from([(1,), (), (5,), (2, 3), (0,), (2, 0)])
+LOSS_LEADS = st.sampled_from(
+    [(1,), (), (5,), (2, 1)]
+)  # a mean over no rows is 0 here, NaN in torch
+WIDTHS = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 33, 40]))
+COLUMNS = st.one_of(st.integers(2, 9), st.sampled_from([16, 17, 33]))
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -82,21 +82,21 @@ def rope(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
 
 @st.composite
 def cross_entropy(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
-    lead, v = draw(FULL_LEADS), draw(columns(scales))
+    lead, v = draw(LOSS_LEADS), draw(columns(scales))
     return {"logits": normal(draw, scales, *lead, v), **of_losses(draw, scales, lead, v)}
 
 
 @st.composite
 def fused_linear_ce(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
-    lead, v, d = draw(FULL_LEADS), draw(columns(scales)), draw(st.integers(1, 6))
+    lead, v, d = draw(LOSS_LEADS), draw(columns(scales)), draw(st.integers(1, 6))
     made = {"w": normal(draw, scales, v, d), "x": normal(draw, scales, *lead, d)}
     return {**made, "b": normal(draw, scales, v), **of_losses(draw, scales, lead, v)}
 
 
 def columns(scales: SearchStrategy[float]) -> SearchStrategy[int]:
-    # all gradients of one column are a difference of equal numbers: 0 in plain torch, which forms both
-    # by one sum, and anything below an ulp of them elsewhere. Without a scale tolerances allow for that.
-    return WIDTHS if scales is ONE else COLUMNS
+    # the gradient of one column is a difference of equal numbers: 0 in plain torch, which forms
+    # both by one sum, below an ulp of them elsewhere; tolerances at scale one allow for that
+    return st.one_of(st.just(1), COLUMNS) if scales is ONE else COLUMNS
 
 
 def of_losses(

@@ -1,4 +1,4 @@
-"""Laws over drawn shapes, strides, dtypes and scales: of every row of the table, then of each function."""
+"""Laws over drawn shapes, strides, dtypes, scales: of every row of the table, then of each op."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import liger_fn
 from liger_fn import _launch
 from property_tests.strategies import (
     DTYPES,
-    FULL_LEADS,
     LEADS,
     ONE,
     SCALES,
@@ -47,7 +46,7 @@ F = Callable[..., Any]
 def _rows_longer_than_a_block(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the laws of one function rows of 1 to 40 entries take 1 to 3 blocks; else the row decides."""
+    """In the laws of one op rows take 1 to 3 blocks of 16; else the row of the table decides."""
     if "row" not in request.fixturenames:
         monkeypatch.setattr(_launch, "_MAX_BLOCK", 16)
 
@@ -85,8 +84,8 @@ def test_every_public_function_of_the_table_has_a_strategy() -> None:
 # -- laws of every row -----------------------------------------------------------------------------
 
 
-# At one point plain torch may be exact by luck. Points nearby are conditioned alike and are not: the
-# error of plain torch is the worst of theirs. 32 of them leave little to luck.
+# at one point plain torch may be exact by luck; points nearby are conditioned alike and are not.
+# Its error is the worst of theirs: 32 of them leave little to luck
 NEIGHBOURS = 32
 
 
@@ -99,39 +98,42 @@ def plain_without_gain(x: Tensor) -> Tensor:
 PLAIN: dict[str, F] = {"rms_norm-no-gain": plain_without_gain}
 
 
+def plain_of(row: Row) -> F:
+    return PLAIN.get(row.id, row.oracle)
+
+
 def bounded(t: Tensor, dtype: torch.dtype) -> Tensor:
     """In float64, with all that overflows `dtype` one step beyond its largest number."""
     top = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)
-    beyond = (top + ulp(top, dtype)).item() if dtype.itemsize < 8 else math.inf
+    beyond = (top + ulp(top, dtype)).item()
     return t.double().clamp(-beyond, beyond)
 
 
-def ulp_of(t: Tensor) -> float:
-    top = bounded(t, t.dtype).abs().nan_to_num().amax() if t.numel() else torch.zeros(()).double()
-    return ulp(top, t.dtype).item()
+def error(got: Tensor, exact: Tensor) -> float:
+    far = (bounded(got, got.dtype) - bounded(exact, got.dtype)).abs()
+    return far.nan_to_num(nan=math.inf).amax().item() if far.numel() else 0.0
 
 
-def worst(got: Tensor, exact: Tensor) -> float:
-    error = (bounded(got, got.dtype) - bounded(exact, got.dtype)).abs()
-    return error.nan_to_num(nan=math.inf).amax().item() if error.numel() else 0.0
+def slack(got: Tensor, exact: Tensor) -> float:
+    """One ulp of the largest entry."""
+    exact = bounded(exact, got.dtype).abs()
+    return ulp(exact.amax(), got.dtype).item() if exact.numel() else 0.0
 
 
-def errors(
-    row: Row, args: dict[str, Tensor], dys: tuple[Tensor, ...], got: Sequence[Tensor]
-) -> list[float]:
-    """How far results are from the oracle; `dys` as plain torch has them."""
-    at = tuple(t.double() for t in point(row, args))
-    oracle = bind(row.oracle, row, cast(args, torch.float64))
-    exact = sum(results(oracle, at, tuple(d.double() for d in dys)), ())
-    return [worst(g, e) for g, e in zip(got, exact, strict=True)]
+def exactly(row: Row, args: dict[str, Tensor], dys: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Results and gradients of the oracle in float64."""
+    oracle, at = bind(row.oracle, row, cast(args, torch.float64)), point(row, args)
+    ys, grads = results(oracle, tuple(t.double() for t in at), tuple(d.double() for d in dys))
+    return *ys, *grads
 
 
 def errors_of_plain(
     row: Row, args: dict[str, Tensor], dys: tuple[Tensor, ...], like: Sequence[Tensor]
 ) -> list[float]:
-    """The same of plain torch, whose results are read in the dtypes of `like`."""
-    plain = sum(results(bind(PLAIN.get(row.id, row.oracle), row, args), point(row, args), dys), ())
-    return errors(row, args, dys, [p.to(g.dtype) for p, g in zip(plain, like, strict=True)])
+    """How far plain torch is from them, its results read in the dtypes of `like`."""
+    ys, grads = results(bind(plain_of(row), row, args), point(row, args), dys)
+    triples = zip((*ys, *grads), like, exactly(row, args, dys), strict=True)
+    return [error(plain.to(t.dtype), exact) for plain, t, exact in triples]
 
 
 def neighbour(row: Row, args: dict[str, Tensor], g: torch.Generator) -> dict[str, Tensor]:
@@ -146,24 +148,27 @@ def neighbour(row: Row, args: dict[str, Tensor], g: torch.Generator) -> dict[str
 def test_agrees_with_the_oracle(row: Row, backend: str, data: st.DataObject) -> None:
     args = data.draw(arguments(row, data.draw(st.sampled_from(DTYPES[1:])), SCALES))
     f, at = bind(row.fn, row, args), point(row, args)
-    plain, ys = flat(PLAIN.get(row.id, row.oracle)(*args.values())), flat(f(*at))
+    plain = flat(plain_of(row)(*args.values()))
+    with liger_fn.using("reference"):
+        ys = flat(f(*at))
     for y, p in zip(ys, plain, strict=True):
         assert y.dtype in (p.dtype, torch.promote_types(p.dtype, torch.float32))
-    dys = cotangents(plain)
-    ours = data.draw(layouts(*(d.to(y) for d, y in zip(dys, ys, strict=True))))
-    _, (ys, grads) = pure_results(f, at, row.oracle, ours)
+    dys = data.draw(layouts(*(d.to(y) for d, y in zip(cotangents(plain), ys, strict=True))))
+    _, (ys, grads) = pure_results(f, at, row.oracle, dys)
     assert [(g.dtype, g.shape) for g in grads] == [(t.dtype, t.shape) for t in at]
-    dys = tuple(d.to(p) for d, p in zip(ours, plain, strict=True))
-    got = (*ys, *grads)
-    found, allowed = errors(row, args, dys, got), errors_of_plain(row, args, dys, got)
-    g = torch.Generator().manual_seed(3)
+    got, dys = (*ys, *grads), tuple(d.to(p) for d, p in zip(dys, plain, strict=True))
+    assert not any(t.isnan().any() for t in got)
+    exact = exactly(row, args, dys)
+    found = [error(*pair) for pair in zip(got, exact, strict=True)]
+    allowed = [slack(*pair) for pair in zip(got, exact, strict=True)]
+    bounds, near, g = allowed, args, torch.Generator().manual_seed(3)
     for _ in range(NEIGHBOURS):
-        if all(e <= 2 * a for e, a in zip(found, allowed, strict=True)):
-            break
-        near = errors_of_plain(row, neighbour(row, args, g), dys, got)
-        allowed = [max(pair) for pair in zip(allowed, near, strict=True)]
-    for i, (t, e, a) in enumerate(zip(got, found, allowed, strict=True)):
-        assert e <= 2 * a + ulp_of(t), f"result {i}: error {e:.3g}, allowed {2 * a + ulp_of(t):.3g}"
+        worst = errors_of_plain(row, near, dys, got)
+        bounds = [max(b, a + 2 * w) for b, a, w in zip(bounds, allowed, worst, strict=True)]
+        if all(f <= b for f, b in zip(found, bounds, strict=True)):
+            return
+        near = neighbour(row, args, g)
+    pytest.fail(f"errors {found}, allowed {bounds}")
 
 
 @every_row
@@ -206,7 +211,6 @@ def test_the_pullback_of_twice_as_much_is_twice_that_bit_for_bit(
     ys, pull = pullback(row, data.draw(arguments(row, dtype)))
     dys = data.draw(layouts(*(torch.randn_like(y) for y in ys)))
     same(pull([2 * d for d in dys]), [2 * g for g in pull(dys)])
-    assert not any(g.any() for g in pull([0 * d for d in dys]))
 
 
 @every_row
@@ -523,14 +527,14 @@ def test_gradients_of_cross_entropy_sum_to_zero_over_columns(
     close((total,), (torch.zeros_like(total),))
 
 
-# -- cross_entropy and fused_linear_ce: both are one loss of rows ------------------------------------
+# -- cross_entropy and fused_linear_ce: both are one loss of rows ----------------------------------
 
 LOSSES = ["cross_entropy", "fused_linear_ce"]
 both_losses = pytest.mark.parametrize("name", LOSSES)
 
 
 def of_rows(name: str, args: dict[str, Tensor]) -> tuple[F, tuple[Tensor, ...]]:
-    """The loss and its statistics as a function of tensors, and those tensors, that of rows last."""
+    """The statistics as a function of tensors, and those tensors, the one of rows last."""
     if name == "cross_entropy":
         return liger_fn.cross_entropy_with_stats, (args["logits"],)
     return (
@@ -622,14 +626,12 @@ def test_fused_linear_ce_is_cross_entropy_of_the_logits(backend: str, data: st.D
 def test_the_chunk_of_fused_linear_ce_is_irrelevant(backend: str, data: st.DataObject) -> None:
     args, how = on_device(data.draw(fused_linear_ce())), data.draw(options())
     w = weights(data.draw, args)
-    one, two = (data.draw(st.one_of(st.none(), st.integers(1, 8))) for _ in range(2))
-    got, want = (
-        loss_and_gradients(
-            lambda w_, x, b: liger_fn.fused_linear_ce(
-                w_, x, args["y"], b=b, chunk=chunk, **w, **how
-            ),
-            [args[name] for name in ("w", "x", "b")],
+    chunks = [data.draw(st.one_of(st.none(), st.integers(1, 8))) for _ in range(2)]
+
+    def of(chunk: int | None) -> F:
+        return lambda x, b, head: liger_fn.fused_linear_ce(
+            head, x, args["y"], b=b, chunk=chunk, **w, **how
         )
-        for chunk in (one, two)
-    )
-    close(got, want)
+
+    at = [args[name] for name in ("x", "b", "w")]
+    close(*(loss_and_gradients(of(chunk), at) for chunk in chunks))

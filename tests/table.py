@@ -1,8 +1,7 @@
 """The one table of public functions. A row buys every transform, law, cross-compile and benchmark.
 
-A row gives a function of tensors, the same in plain torch from the paper or torch itself (never from our
-reference), float64 arguments, and which of them have gradients. `mapped` names those over which vmap is
-tried, with the number of axes that one sample has.
+A row gives a function of tensors, the same in plain torch from the paper or torch itself (never
+from our reference), float64 arguments, and which of them have gradients.
 """
 
 from __future__ import annotations
@@ -183,7 +182,8 @@ ROWS = [
         lambda g: rope_arguments(g, 4, positions=True), ("q", "k", "cos", "sin"), "rope"),
     Row("cross_entropy", ce, first(ce_oracle), lambda g: ce_arguments(g, full=False),
         ("logits",), "cross_entropy"),
-    Row("cross_entropy-all", bound(ce, **ALL, n_valid=3.5), first(bound(ce_oracle, **ALL, n_valid=3.5)),
+    Row("cross_entropy-all", bound(ce, **ALL, n_valid=3.5),
+        first(bound(ce_oracle, **ALL, n_valid=3.5)),
         lambda g: ce_arguments(g, full=True), LOGITS, "cross_entropy", block=4),
     Row("cross_entropy-none", bound(ce, **ALL, reduction="none"),
         first(bound(ce_oracle, **ALL, reduction="none")),

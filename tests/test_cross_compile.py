@@ -1,8 +1,9 @@
 """Every kernel compiles for every GPU that we name, on a machine that has none of them.
 
-Kernels are found, not listed: every `@triton.jit` function named *_kernel under liger_fn/ops. How each is
-launched is recorded by running the rows of the table in the interpreter, so a kernel that no row launches
-fails here. Compilation needs Triton without its interpreter: a fresh process per target.
+Kernels are found, not listed: every `@triton.jit` function named *_kernel under liger_fn/ops. How
+each is launched is recorded by running the rows of the table in the interpreter, so a kernel that
+no row launches fails here. Compilation needs Triton without its interpreter: a fresh process per
+target.
 """
 
 from __future__ import annotations

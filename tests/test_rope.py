@@ -14,9 +14,9 @@ from torch import Tensor
 import liger_fn.ops.rope
 from liger_fn import rope, using
 from tests.tolerance import (
+    assert_exact_as,
     assert_pure_and_close,
     assert_pure_and_exact,
-    assert_exact_as,
     far_apart,
     results,
     round_to_nearest_even,
