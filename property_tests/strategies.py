@@ -161,6 +161,17 @@ def layouts(draw: Draw, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @st.composite
+def alike(draw: Draw, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Normal numbers for each tensor, of its shape and dtype, somehow in memory."""
+    return tuple(laid_out(draw, normal(draw, ONE, *t.shape).to(t)) for t in tensors)
+
+
+@st.composite
+def permutations(draw: Draw, n: int) -> Tensor:
+    return torch.tensor(draw(st.permutations(range(n))), dtype=torch.int64, device=DEVICE)
+
+
+@st.composite
 def arguments(
     draw: Draw, row: Row, dtype: torch.dtype = torch.float64, scales: SearchStrategy[float] = ONE
 ) -> dict[str, Tensor]:
