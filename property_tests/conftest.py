@@ -16,7 +16,7 @@ UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 # the first counterexample will do: in the interpreter a smaller one takes minutes. "deep" finds it.
 settings.register_profile(
     "ci",
-    max_examples=15,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
