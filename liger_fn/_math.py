@@ -152,11 +152,14 @@ def ce_store_gradient(
 ):  # fmt: skip
     """Write pull * p - spread * weight - target at y, back through cap and scale, at `col`."""
     mask = col < v
-    z = capped(tl.load(z_ptr + col, mask, other=0.0), SCALE, CAP)
+    z = up(tl.load(z_ptr + col, mask, other=0.0)) * SCALE
+    slope = 1.0
+    if CAP != 0.0:  # from tanh itself: z / CAP would round it twice more, and 1 - t * t cancels
+        t = tanh(z / CAP)
+        z = CAP * t
+        slope = 1.0 - t * t
     weight = 1.0
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + col, mask, other=0.0).to(z.dtype)
     g = pull * tl.exp((z - top) - logsum) - spread * weight - tl.where(col == y, target, 0.0)
-    if CAP != 0.0:
-        g = g * (1.0 - (z / CAP) * (z / CAP))
-    tl.store(dz_ptr + col, g * SCALE, mask)
+    tl.store(dz_ptr + col, g * slope * SCALE, mask)

@@ -146,7 +146,6 @@ def near(t: Tensor, g: torch.Generator) -> Tensor:
     return (t.double() * (1 + step / 16)).to(t.dtype)
 
 
-@pytest.mark.slow  # the neighbourhood bound is not yet met by every drawn cross entropy: see deep
 @every_row
 @drawn
 def test_agrees_with_the_oracle(row: Row, backend: str, data: st.DataObject) -> None:
@@ -213,7 +212,8 @@ def test_the_pullback_of_twice_as_much_is_twice_that_bit_for_bit(
 ) -> None:
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     ys, pull = pullback(row, data.draw(arguments(row, dtype)))
-    dys = data.draw(alike(*ys))
+    # twice a view need not lie as it does, and sums over other strides round otherwise
+    dys = [d.contiguous() for d in data.draw(alike(*ys))]
     same(pull([2 * d for d in dys]), [2 * g for g in pull(dys)])
 
 
@@ -278,7 +278,7 @@ def test_the_gradient_of_rms_norm_is_orthogonal_to_the_row(
 def test_rms_norm_follows_a_permutation_of_rows(backend: str, data: st.DataObject) -> None:
     args = data.draw(rms_norm())
     x, w = args["x"].reshape(-1, args["x"].shape[-1]).to(DEVICE), args["w"].to(DEVICE)
-    (dy,), at = data.draw(alike(x)), data.draw(permutations(x.shape[0]))
+    dy, at = data.draw(alike(x))[0].contiguous(), data.draw(permutations(x.shape[0]))
     (y,), (dx, dw) = results(liger_fn.rms_norm, (x, w), (dy,))
     (y_at,), (dx_at, dw_at) = results(liger_fn.rms_norm, (x[at], w), (dy[at],))
     same((y_at, dx_at), (y[at], dx[at]))

@@ -893,3 +893,25 @@ def test_a_weight_or_count_on_another_device_is_an_error_that_names_it(device, n
     elsewhere = torch.ones((2, 3) if name == "token_weight" else (), device="meta")
     with pytest.raises(ValueError, match=f"^cross_entropy: {name} is on meta but "):
         liger_fn.cross_entropy(LOGITS.to(device), Y.to(device), **{name: elsewhere})
+
+
+# -- softcap at saturation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [3.0, 50.0])
+def test_gradient_of_a_saturated_softcap_keeps_the_error_rule(backend, device, cap):
+    g = torch.Generator().manual_seed(0)
+    z = (2.5 * cap * (1 + torch.rand(40, 8, generator=g) / 4)).to(device)
+    y = torch.randint(8, (40,), generator=g).to(device)
+
+    def plain(z: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(cap * torch.tanh(z / cap), y, reduction="sum")
+
+    def ours(z: Tensor) -> Tensor:
+        return liger_fn.cross_entropy(z, y, softcap=cap, reduction="sum")
+
+    def gradient(f: Any, z: Tensor) -> Tensor:
+        z = z.detach().requires_grad_()
+        return torch.autograd.grad(f(z), z)[0]
+
+    assert_exact_as(gradient(ours, z), gradient(plain, z), gradient(plain, z.double()))

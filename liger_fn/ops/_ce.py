@@ -90,16 +90,22 @@ def row_pullback(
     if d_zsq is not None:
         g = g + p * (d_zsq * 2 * own * (top + logsum))[..., None]
     if row.softcap is not None:
-        g = g * (1 - (z / row.softcap) ** 2)
+        # tanh itself: z / softcap would round it twice more, which shows where 1 - t * t cancels
+        t = torch.where(valid[..., None], _tanh(logits, row, row.softcap), 0.0)
+        g = g * (1 - t * t)
     g = (g * row.logit_scale).masked_fill(bad[..., None], torch.nan)
     return torch.where(valid[..., None], g, 0.0)
 
 
 def transformed(logits: Tensor, row: Row) -> Tensor:
+    if row.softcap is not None:
+        return row.softcap * _tanh(logits, row, row.softcap)
+    return wide(logits) if row.logit_scale == 1.0 else wide(logits) * row.logit_scale
+
+
+def _tanh(logits: Tensor, row: Row, softcap: float) -> Tensor:
     z = wide(logits)
-    if row.logit_scale != 1.0:
-        z = z * row.logit_scale
-    return z if row.softcap is None else row.softcap * torch.tanh(z / row.softcap)
+    return torch.tanh((z if row.logit_scale == 1.0 else z * row.logit_scale) / softcap)
 
 
 def out_of_range(y: Tensor, v: int, valid: Tensor) -> tuple[Tensor, Tensor]:
