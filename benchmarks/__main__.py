@@ -20,8 +20,10 @@ from typing import Any
 import torch
 
 from benchmarks import measure
-from benchmarks.cases import OPS, Draw, Drawn, Function, Op, Peer, Shape
+from benchmarks.cases import OPS, Draw, Drawn, Op, halved, numbers
 from benchmarks.measure import Inputs
+from benchmarks.peers import Function, Peer
+from tests.table import Sizes
 
 Row = dict[str, Any]
 PASSES: dict[str, Function] = {"fwd": measure.forward, "fwd+bwd": measure.forward_backward}
@@ -43,6 +45,7 @@ PAGE = """# {machine}
 - peak: MiB that fwd+bwd holds beyond the inputs, results included.
 - error: norm of the difference to float64 over its norm, the largest of outputs and of gradients.
   Above 2 x plain torch's + {leeway:.1e} a peer is "wrong", and not timed.
+- torch is the plain function of the row in tests/table.py.
 - A scalar loss is pulled back with 1, everything else with random gradients.
 - host: so small that eager is host time alone, until the call returns.
 """
@@ -65,8 +68,8 @@ def say(*words: object) -> None:
     print(f"{time.perf_counter() - BEGAN:6.1f} s ", *words, flush=True)
 
 
-def label(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
+def label(sizes: Sizes) -> str:
+    return "x".join(map(str, numbers(sizes)))
 
 
 def failed(error: Exception) -> Row:
@@ -85,9 +88,8 @@ class Bench:
         say("rates of", machine(device))
         self.rates = measure.rates(device, self.dtype, self.seconds)
 
-    def draw(self, op: Op, shape: Shape) -> Drawn:
-        generator = torch.Generator(self.device).manual_seed(0)
-        return op.make(Draw(self.device, self.dtype, generator), *shape)
+    def draw(self, op: Op, sizes: Sizes) -> Drawn:
+        return op.draw(Draw(self.device, self.dtype), sizes)
 
     def runs(self, peer: Peer) -> bool:
         if self.quick and peer.name == "torch.compile":
@@ -99,20 +101,20 @@ class Bench:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def check(self, op: Op, shape: Shape) -> list[tuple[Row, Function]]:
+    def check(self, op: Op, sizes: Sizes) -> list[tuple[Row, Function]]:
         """Compare every peer with float64, on fewer rows where six such tensors do not fit."""
         torch.compiler.reset()
-        checked = shape
-        while op.elements(*checked) * 8 * 6 > self.memory / 2 and checked[0] > 1:
-            checked = (checked[0] // 2, *checked[1:])
+        checked = sizes
+        while op.largest(checked) * 8 * 6 > self.memory / 2 and checked["lead"][0] > 1:
+            checked = halved(checked)
         drawn = self.draw(op, checked)
         want = measure.oracle(op, drawn)
         plain, _ = measure.errors(op.plain, op, drawn, want)
         bound = {k: 2 * e + LEEWAY[self.dtype] for k, e in plain.items()}
         done = []
         for peer in filter(self.runs, op.peers()):
-            say("check", op.name, label(shape), peer.name)
-            row: Row = {"op": op.name, "shape": shape, "peer": peer.name, "checked": checked}
+            say("check", op.name, label(sizes), peer.name)
+            row: Row = {"op": op.name, "sizes": sizes, "peer": peer.name, "checked": checked}
             function: Function = op.plain
             try:
                 function = peer.build()
@@ -126,26 +128,26 @@ class Bench:
             self.free()
         return done
 
-    def case(self, op: Op, shape: Shape) -> list[Row]:
+    def case(self, op: Op, sizes: Sizes) -> list[Row]:
         """Check, then time, all peers of one op at one shape."""
-        done, drawn = self.check(op, shape), self.draw(op, shape)
+        done, drawn = self.check(op, sizes), self.draw(op, sizes)
         size = sum(t.nbytes for t in (*drawn[0].values(), *drawn[1]))
         n = int(min(12e9, self.memory / 8) // size) if self.gpu else 3
         sets = [Inputs(op, drawn) for _ in range(max(1, min(16, n)))]
         for row, function in done:
             if row["status"] != "ok":
                 continue
-            say("time", op.name, label(shape), row["peer"])
+            say("time", op.name, label(sizes), row["peer"])
             row |= {"eager": {}, "graph": {}, "sets": len(sets)}
             try:
-                (self.host if shape == op.host else self.time)(op, row, function, sets)
+                (self.host if sizes == op.bench.host else self.time)(op, row, function, sets)
             except Exception as error:
                 row |= failed(error)
             self.free()
         return [row for row, _ in done]
 
     def time(self, op: Op, row: Row, function: Function, sets: list[Inputs]) -> None:
-        limits = op.limits(row["shape"], self.dtype.itemsize, self.rates)
+        limits = op.limits(row["sizes"], self.dtype.itemsize, self.rates)
         row["limit"] = {}
         for (name, passes), limit in zip(PASSES.items(), limits, strict=True):
             run = partial(passes, function)
@@ -154,7 +156,7 @@ class Bench:
             best = row["eager"][name] = measure.eager(run, sets, self.device, self.seconds)
             if self.gpu:
                 row["peak_mib"] = measure.peak_mib(run, sets[0], self.device)
-            if self.gpu and op.graph:
+            if self.gpu:
                 try:
                     best = measure.graph(run, sets, self.device, self.seconds / 2)
                     row["graph"][name] = best
@@ -205,7 +207,7 @@ def table_row(op: Op, row: Row) -> str:
     ]
     limits = row.get("limit", {})
     return line(
-        *(label(row["shape"]), row["peer"], *times),
+        *(label(row["sizes"]), row["peer"], *times),
         *(f"{100 * limits[p]:.0f} %" if p in limits else "" for p in PASSES),
         f"{row['peak_mib']:.0f}" if "peak_mib" in row else "",
         f"{max(outputs):.1e}" if error else "",
@@ -224,8 +226,8 @@ def markdown(report: dict[str, Any]) -> str:
     for op in OPS:
         rows = [row for row in report["rows"] if row["op"] == op.name]
         if rows:
-            text += f"\n## {op.name}, {op.axes}\n\ntorch: `{op.formula}`.\n"
-            text += f"Least work of fwd and of fwd+bwd: {op.counted}.\n\n"
+            axes = " x ".join(name for name, s in op.bench.gpu[0].items() if numbers({name: s}))
+            text += f"\n## {op.name}, {axes}\n\nLeast work: {op.bench.counted}.\n\n"
             lines = [line(*COLUMNS), "|---" * len(COLUMNS) + "|", *(table_row(op, r) for r in rows)]
             text += "\n".join(lines) + "\n"
     return text
@@ -258,12 +260,13 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     page = given.out / (re.sub(r"[^a-z0-9]+", "-", report["machine"].lower()).strip("-") + ".md")
     page.parent.mkdir(parents=True, exist_ok=True)
     for op in (op for op in OPS if op.name in given.op):
-        shapes = (op.gpu if bench.gpu else op.cpu)[: 1 if given.quick else None]
-        for shape in [*shapes, *([op.host] if op.host else [])]:
+        every = op.bench.gpu if bench.gpu else op.bench.cpu
+        host = [op.bench.host] if op.bench.host else []
+        for sizes in [*every[: 1 if given.quick else None], *host]:
             try:
-                report["rows"] += bench.case(op, shape)
+                report["rows"] += bench.case(op, sizes)
             except Exception as error:
-                row = {"op": op.name, "shape": shape, "peer": "all", **failed(error)}
+                row = {"op": op.name, "sizes": sizes, "peer": "all", **failed(error)}
                 report["rows"].append(row)
             bench.free()
             # after each, so that a run that is cut short leaves what it has

@@ -378,8 +378,8 @@ def draw(losses: list[float], held: float, path: Path) -> None:
 def compare(flags: list[str], config: Config, out: Path) -> None:
     """Run both variants, each in its own process: else the peak of one hides the other's.
 
-    Training amplifies rounding: when one ulp of the embedding of a plain run was changed, its losses
-    moved by 5e-7 within 10 steps and by 4e-2 within 60, as far as the two variants come apart.
+    Training amplifies rounding: after one ulp of the embedding of a plain run was changed, its
+    losses moved by 5e-7 within 10 steps and by 4e-2 within 60, as far as the variants come apart.
     """
     runs = {}
     for name, extra in (("liger", []), ("plain", ["--plain"])):

@@ -30,6 +30,8 @@ except ImportError:  # macOS, Windows: the module must import, its kernels are n
     triton: Any = SimpleNamespace(jit=lambda fn: fn)  # type: ignore[no-redef]  # likewise
 
 Backend = Literal["reference", "triton"]
+Maybe = Tensor | None
+Rule = Callable[..., tuple[Maybe, ...]]
 
 _INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 _TRITON_DEVICES = {"cuda", "xpu"} | ({"cpu"} if _INTERPRET else set())
@@ -118,6 +120,3 @@ def rows_of(t: Tensor, n: int) -> Tensor:
 
 def contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
-
-
-Rule = Callable[..., tuple[Tensor | None, ...]]

@@ -1,8 +1,7 @@
-"""How to draw the arguments of each public function, and how they lie in memory.
+"""How laws draw the arguments of a row of the table, and how they lie in memory.
 
-A strategy gives every tensor that a row of the table may take, contiguous and in float64;
-`arguments` picks those the row asks for, rounds them to a dtype and lays each out. Sizes are small:
-in the interpreter a row of a loss takes 20 ms.
+The row says how arguments are made and which sizes are drawn; numbers, dtypes and layouts are drawn
+here. Sizes are small: in the interpreter a row of a loss takes 20 ms.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from tests.conftest import DEVICE
-from tests.table import Row
+from tests.table import ROWS, Row
 
 Draw = Callable[[SearchStrategy[Any]], Any]
 
@@ -24,13 +23,7 @@ HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float64, torch.float32, *HALVES)
 SCALES = st.integers(-4, 4).map(lambda k: 10.0**k)
 ONE = st.just(1.0)
-
-LEADS = st.sampled_from([(1,), (), (5,), (2, 3), (0,), (2, 0)])
-LOSS_LEADS = st.sampled_from(
-    [(1,), (), (5,), (2, 1)]
-)  # a mean over no rows is 0 here, NaN in torch
-WIDTHS = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 33, 40]))
-COLUMNS = st.one_of(st.integers(2, 9), st.sampled_from([16, 17, 33]))
+BY_ID = {row.id: row for row in ROWS}
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -43,80 +36,37 @@ def normal(draw: Draw, scales: SearchStrategy[float], *shape: int) -> Tensor:
     return draw(scales) * (t.round() if draw(st.booleans()) else t)
 
 
-def targets(draw: Draw, lead: tuple[int, ...], v: int) -> Tensor:
-    """Columns, some of them ignored but never the first."""
-    g = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    y = torch.randint(v, lead, generator=g)
-    y.view(-1)[1:][torch.rand(y.numel() - 1, generator=g) < 0.3] = -100
-    return y
+class Drawn:
+    """What tests.table.Draw is, with numbers that Hypothesis chooses."""
+
+    def __init__(self, draw: Draw, scales: SearchStrategy[float]) -> None:
+        self.draw, self.scales = draw, scales
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return normal(self.draw, self.scales, *shape)
+
+    def positive(self, *shape: int) -> Tensor:
+        return normal(self.draw, ONE, *shape).abs() + 0.5
+
+    def targets(self, lead: tuple[int, ...], v: int) -> Tensor:
+        """Columns, some of them ignored but never the first."""
+        g = torch.Generator().manual_seed(self.draw(st.integers(0, 2**16)))
+        y = torch.randint(v, lead, generator=g)
+        y.view(-1)[1:][torch.rand(max(y.numel() - 1, 0), generator=g) < 0.3] = -100
+        return y
 
 
 @st.composite
-def rms_norm(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
-    lead, n = draw(LEADS), draw(WIDTHS)
-    return {"x": normal(draw, scales, *lead, n), "w": normal(draw, scales, n)}
-
-
-@st.composite
-def swiglu(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
-    shape = (*draw(LEADS), draw(WIDTHS))
-    return {name: normal(draw, scales, *shape) for name in ("gate", "up")}
-
-
-@st.composite
-def swiglu_packed(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
-    # the oracle of the row splits at 5; other widths are held to swiglu, bit for bit
-    return {"gate_up": normal(draw, scales, *draw(LEADS), 10)}
-
-
-@st.composite
-def rope(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
-    lead, t, pairs = draw(st.sampled_from([(), (2,), (1, 2), (0,)])), draw(st.integers(0, 3)), 4
-    r = 2 * draw(st.integers(1, pairs))
-    k = r + draw(st.integers(0, 3))
-    own = draw(st.sampled_from([(), lead, (1,) * len(lead)]))  # one table, or one for each sequence
-    made = {name: normal(draw, scales, *lead, draw(st.integers(1, 3)), t, k) for name in ("q", "k")}
-    angle = normal(draw, ONE, *own, t, r)
-    return {**made, "cos": angle.cos(), "sin": angle.sin()}
-
-
-@st.composite
-def cross_entropy(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
-    lead, v = draw(LOSS_LEADS), draw(columns(scales))
-    return {"logits": normal(draw, scales, *lead, v), **of_losses(draw, scales, lead, v)}
-
-
-@st.composite
-def fused_linear_ce(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
-    lead, v, d = draw(LOSS_LEADS), draw(columns(scales)), draw(st.integers(1, 6))
-    made = {"w": normal(draw, scales, v, d), "x": normal(draw, scales, *lead, d)}
-    return {**made, "b": normal(draw, scales, v), **of_losses(draw, scales, lead, v)}
-
-
-def columns(scales: SearchStrategy[float]) -> SearchStrategy[int]:
-    # the gradient of one column is a difference of equal numbers: 0 in plain torch, which forms
-    # both by one sum, below an ulp of them elsewhere; tolerances at scale one allow for that
-    return st.one_of(st.just(1), COLUMNS) if scales is ONE else COLUMNS
-
-
-def of_losses(
-    draw: Draw, scales: SearchStrategy[float], lead: tuple[int, ...], v: int
+def values(
+    draw: Draw, row: Row, scales: SearchStrategy[float] = ONE, **fixed: Any
 ) -> dict[str, Tensor]:
-    """Targets y, class weights c, token weights u."""
-    c = normal(draw, ONE, v).abs() + 0.5
-    return {"y": targets(draw, lead, v), "c": c, "u": normal(draw, scales, *lead)}
-
-
-STRATEGIES: dict[str, Callable[..., SearchStrategy[dict[str, Tensor]]]] = {
-    "rms_norm": rms_norm,
-    "swiglu": swiglu,
-    "swiglu_packed": swiglu_packed,
-    "rope": rope,
-    "cross_entropy": cross_entropy,
-    "cross_entropy_with_stats": cross_entropy,
-    "fused_linear_ce": fused_linear_ce,
-    "fused_linear_ce_with_stats": fused_linear_ce,
-}
+    """The arguments of a row at drawn sizes, in float64 on the CPU."""
+    sizes = {name: draw(st.sampled_from(choices)) for name, choices in row.axes.items()} | fixed
+    if sizes.get("v") == 1 and scales is not ONE:
+        # the gradient of one column is a difference of equal numbers: 0 in plain torch, which forms
+        # both by one sum, below an ulp of them elsewhere; tolerances at scale one allow for that
+        sizes["v"] = 2
+    return row.make(Drawn(draw, scales), **sizes)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -176,8 +126,7 @@ def arguments(
     draw: Draw, row: Row, dtype: torch.dtype = torch.float64, scales: SearchStrategy[float] = ONE
 ) -> dict[str, Tensor]:
     """The arguments of a row, in its order, of one dtype but for targets."""
-    made = draw(STRATEGIES[row.covers](scales))
     return {
         name: laid_out(draw, t.to(DEVICE, dtype if t.is_floating_point() else None))
-        for name, t in ((name, made[name]) for name in row.arguments())
+        for name, t in draw(values(row, scales)).items()
     }

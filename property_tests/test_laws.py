@@ -15,30 +15,26 @@ from torch import Tensor
 import liger_fn
 from liger_fn import _launch
 from property_tests.strategies import (
+    BY_ID,
     DTYPES,
-    LEADS,
     ONE,
     SCALES,
-    STRATEGIES,
-    WIDTHS,
     Draw,
     alike,
     arguments,
-    cross_entropy,
-    fused_linear_ce,
     laid_out,
     layouts,
     normal,
     permutations,
-    rms_norm,
-    rope,
-    swiglu,
+    values,
 )
+from tests import table
 from tests.conftest import DEVICE
 from tests.table import ROWS, Row, ce_oracle
 from tests.test_transforms import bind
 from tests.tolerance import cotangents, pure_results, results, same_bits, ulp
 
+LEADS, WIDTHS = st.sampled_from(table.LEADS), st.sampled_from(table.WIDTHS)
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 drawn = given(data=st.data())
 F = Callable[..., Any]
@@ -77,12 +73,6 @@ def same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
     assert all(same_bits(g, w) for g, w in zip(got, want, strict=True)), f"{got}\nnot\n{want}"
 
 
-def test_every_public_function_of_the_table_has_a_strategy() -> None:
-    covered = {row.covers for row in ROWS}
-    assert covered <= set(liger_fn.__all__)
-    assert covered == set(STRATEGIES)
-
-
 # -- laws of every row -----------------------------------------------------------------------------
 
 
@@ -91,17 +81,8 @@ def test_every_public_function_of_the_table_has_a_strategy() -> None:
 NEIGHBOURS = 32
 
 
-def plain_without_gain(x: Tensor) -> Tensor:
-    """rms_norm in plain torch with every step in the dtype of x, as `casting="none"` means it."""
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.1)
-
-
-# plain torch of a row where its oracle rounds elsewhere
-PLAIN: dict[str, F] = {"rms_norm-no-gain": plain_without_gain}
-
-
 def plain_of(row: Row) -> F:
-    return PLAIN.get(row.id, row.oracle)
+    return row.plain or row.oracle
 
 
 def bounded(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -276,7 +257,7 @@ def test_the_gradient_of_rms_norm_is_orthogonal_to_the_row(
 
 @drawn
 def test_rms_norm_follows_a_permutation_of_rows(backend: str, data: st.DataObject) -> None:
-    args = data.draw(rms_norm())
+    args = data.draw(values(BY_ID["rms_norm"]))
     x, w = args["x"].reshape(-1, args["x"].shape[-1]).to(DEVICE), args["w"].to(DEVICE)
     dy, at = data.draw(alike(x))[0].contiguous(), data.draw(permutations(x.shape[0]))
     (y,), (dx, dw) = results(liger_fn.rms_norm, (x, w), (dy,))
@@ -290,7 +271,9 @@ def test_rms_norm_follows_a_permutation_of_rows(backend: str, data: st.DataObjec
 
 @drawn
 def test_swiglu_is_linear_in_up(backend: str, data: st.DataObject) -> None:
-    gate, one = data.draw(layouts(*(t.to(DEVICE) for t in data.draw(swiglu()).values())))
+    gate, one = data.draw(
+        layouts(*(t.to(DEVICE) for t in data.draw(values(BY_ID["swiglu"])).values()))
+    )
     (two,), s = data.draw(alike(one)), data.draw(st.sampled_from([-1.0, 0.3, 0.0, 7.0]))
     y = liger_fn.swiglu(gate, one) + s * liger_fn.swiglu(gate, two)
     close((liger_fn.swiglu(gate, one + s * two),), (y,))
@@ -300,7 +283,9 @@ def test_swiglu_is_linear_in_up(backend: str, data: st.DataObject) -> None:
 def test_silu_of_a_gate_less_that_of_its_negative_is_the_gate(
     backend: str, data: st.DataObject
 ) -> None:
-    gate, up = data.draw(layouts(*(t.to(DEVICE) for t in data.draw(swiglu()).values())))
+    gate, up = data.draw(
+        layouts(*(t.to(DEVICE) for t in data.draw(values(BY_ID["swiglu"])).values()))
+    )
     close((liger_fn.swiglu(gate, up) - liger_fn.swiglu(-gate, up),), (gate * up,))
 
 
@@ -334,7 +319,7 @@ def turned(q: Tensor, k: Tensor, angle: Tensor, layout: str) -> tuple[Tensor, Te
 @st.composite
 def heads(draw: Draw) -> tuple[Tensor, Tensor, Tensor, str]:
     """q, k, an angle for each pair, a layout."""
-    args = {name: t.to(DEVICE) for name, t in draw(rope()).items()}
+    args = {name: t.to(DEVICE) for name, t in draw(values(BY_ID["rope"])).items()}
     q, k = (laid_out(draw, args[name]) for name in ("q", "k"))
     angle = args["cos"].acos()[..., : args["cos"].shape[-1] // 2]
     return q, k, angle, draw(ROPE_LAYOUTS)
@@ -441,7 +426,7 @@ def on_device(args: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_cross_entropy_under_any_options_is_that_of_the_oracle(
     backend: str, data: st.DataObject
 ) -> None:
-    args, how = on_device(data.draw(cross_entropy())), data.draw(options())
+    args, how = on_device(data.draw(values(BY_ID["cross_entropy-all"]))), data.draw(options())
     w, y = weights(data.draw, args), args["y"]
     if data.draw(st.booleans()):  # another column may stand for ignored ones
         how["ignore_index"] = last = args["logits"].shape[-1] - 1
@@ -461,7 +446,7 @@ def test_cross_entropy_under_any_options_is_that_of_the_oracle(
 def test_cross_entropy_does_not_see_a_shift_of_the_logits(
     backend: str, data: st.DataObject
 ) -> None:
-    args, how = on_device(data.draw(cross_entropy())), data.draw(options())
+    args, how = on_device(data.draw(values(BY_ID["cross_entropy-all"]))), data.draw(options())
     how |= {"z_loss": 0.0, "softcap": None, "logit_scale": 1.0}
     w = weights(data.draw, {name: t.float() for name, t in args.items()})
     # multiples of 2**-8 below 2**4 keep all digits under a shift below 2**15
@@ -476,7 +461,7 @@ def test_cross_entropy_does_not_see_a_shift_of_the_logits(
 
 @drawn
 def test_cross_entropy_follows_a_permutation_of_columns(backend: str, data: st.DataObject) -> None:
-    args, how = on_device(data.draw(cross_entropy())), data.draw(options())
+    args, how = on_device(data.draw(values(BY_ID["cross_entropy-all"]))), data.draw(options())
     logits, y, w = args["logits"], args["y"], weights(data.draw, args)
     v = logits.shape[-1]
     at = data.draw(permutations(v))
@@ -491,7 +476,7 @@ def test_cross_entropy_follows_a_permutation_of_columns(backend: str, data: st.D
 
 @drawn
 def test_cross_entropy_follows_a_permutation_of_rows(backend: str, data: st.DataObject) -> None:
-    args, how = on_device(data.draw(cross_entropy())), data.draw(options())
+    args, how = on_device(data.draw(values(BY_ID["cross_entropy-all"]))), data.draw(options())
     rows = {
         "logits": args["logits"].reshape(-1, args["logits"].shape[-1]),
         "y": args["y"].reshape(-1),
@@ -517,7 +502,7 @@ def test_cross_entropy_follows_a_permutation_of_rows(backend: str, data: st.Data
 def test_gradients_of_cross_entropy_sum_to_zero_over_columns(
     backend: str, data: st.DataObject
 ) -> None:
-    args, how = on_device(data.draw(cross_entropy())), data.draw(options())
+    args, how = on_device(data.draw(values(BY_ID["cross_entropy-all"]))), data.draw(options())
     how |= {"z_loss": 0.0, "softcap": None}
     w = weights(data.draw, args)
     _, d = loss_and_gradients(
@@ -547,7 +532,7 @@ def of_rows(name: str, args: dict[str, Tensor]) -> tuple[F, tuple[Tensor, ...]]:
 
 @st.composite
 def losses(draw: Draw, name: str) -> dict[str, Tensor]:
-    return on_device(draw(STRATEGIES[name]()))
+    return on_device(draw(values(BY_ID[f"{name}-all"])))
 
 
 @both_losses
@@ -604,7 +589,7 @@ def test_nothing_but_ignored_rows_costs_nothing(
 
 @drawn
 def test_fused_linear_ce_is_cross_entropy_of_the_logits(backend: str, data: st.DataObject) -> None:
-    args, how = on_device(data.draw(fused_linear_ce())), data.draw(options())
+    args, how = on_device(data.draw(values(BY_ID["fused_linear_ce-all"]))), data.draw(options())
     chunk = data.draw(st.one_of(st.none(), st.integers(1, 8)))
     y, c = args["y"], args["c"] if data.draw(st.booleans()) else None
     at = [laid_out(data.draw, args[name]) for name in ("w", "x", "b", "u")]
@@ -624,7 +609,7 @@ def test_fused_linear_ce_is_cross_entropy_of_the_logits(backend: str, data: st.D
 
 @drawn
 def test_the_chunk_of_fused_linear_ce_is_irrelevant(backend: str, data: st.DataObject) -> None:
-    args, how = on_device(data.draw(fused_linear_ce())), data.draw(options())
+    args, how = on_device(data.draw(values(BY_ID["fused_linear_ce-all"]))), data.draw(options())
     w = weights(data.draw, args)
     chunks = [data.draw(st.one_of(st.none(), st.integers(1, 8))) for _ in range(2)]
 

@@ -13,7 +13,12 @@ if not torch.cuda.is_available():
 
 import liger_fn
 from liger_fn import _launch
-from tests.tolerance import round_to_nearest_even
+
+if _launch._INTERPRET:
+    from tests import interpreter
+
+    interpreter.round_to_nearest_even()
+    interpreter.stay_patched()
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -39,9 +44,8 @@ def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fixed seeds, fresh compilations, NaN in all memory left empty, and the rounding of a GPU."""
-    round_to_nearest_even(monkeypatch)
+def _clean() -> Iterator[None]:
+    """Fixed seeds, fresh compilations, and NaN in all memory left empty."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(True, warn_only=False)

@@ -1,44 +1,108 @@
 """The one table of public functions. A row buys every transform, law, cross-compile and benchmark.
 
 A row gives a function of tensors, the same in plain torch from the paper or torch itself (never
-from our reference), float64 arguments, and which of them have gradients.
+from our reference), how its arguments are drawn at given sizes, and which of them have gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Tensor
 
 import liger_fn
+
+Function = Callable[..., Any]
+Sizes = Mapping[str, Any]
+
+
+class Draw:
+    """Where the numbers of arguments come from: one seed, float64."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def positive(self, *shape: int) -> Tensor:
+        return self.normal(*shape).abs() + 0.5
+
+    def targets(self, lead: tuple[int, ...], v: int) -> Tensor:
+        """Columns, some of them ignored but never the first."""
+        y = torch.randint(v, lead, generator=self.generator)
+        y.view(-1)[2::7] = -100
+        return y
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Sizes worth measuring, and the least work there."""
+
+    work: Callable[..., tuple[float, float]]  # forward, forward + backward: elements or operations
+    counted: str  # the same in words
+    gpu: Sequence[Sizes]  # bfloat16
+    cpu: Sequence[Sizes]  # float32
+    wanted: tuple[str, ...] | None = None  # gradients, where users do not ask for all
+    fn: Function | None = None  # as users call it, where options of the row are not theirs
+    limit: Literal["copy", "matmul"] = "copy"  # the rate that bounds it
+    host: Sizes | None = None  # where nothing but host time is left
 
 
 @dataclass(frozen=True)
 class Row:
-    id: str
-    fn: Callable[..., Any]
-    oracle: Callable[..., Any]
-    make: Callable[[Generator], dict[str, Tensor]]
+    """One public function with its options, and all that the suites need to know of it."""
+
+    id: str  # the public name, "-", what is special
+    fn: Function
+    oracle: Function
+    make: Callable[..., dict[str, Tensor]]  # (draw, **sizes) to arguments in order
     differentiable: tuple[str, ...]
-    covers: str  # the public name
+    sizes: Sizes  # of every test on one point
+    axes: Mapping[str, Sequence[Any]]  # what laws draw for each of the sizes
+    plain: Function | None = None  # plain torch as users write it, where the oracle is not that
     block: int | None = None  # longest block of a kernel, to make short rows long ones
+    bench: Bench | None = None
+
+    @property
+    def covers(self) -> str:
+        """The public name."""
+        return self.id.split("-")[0]
 
     def arguments(self, device: torch.device | str = "cpu", seed: int = 0) -> dict[str, Tensor]:
-        made = self.make(torch.Generator().manual_seed(seed))
+        made = self.make(Draw(seed), **self.sizes)
         return {name: t.to(device) for name, t in made.items()}
 
 
-def normal(g: Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=g, dtype=torch.float64)
+# -- oracles and arguments -------------------------------------------------------------------------
 
 
 def rms_norm(x: Tensor, w: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
     y = F.rms_norm(x, x.shape[-1:], None, eps)
     return y if w is None else y * (w + offset)
+
+
+def rms_norm_step_by_step(x: Tensor) -> Tensor:
+    """Every step in the dtype of x, as casting "none" means it."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.1)
+
+
+def rows_and_gain(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return {"x": draw.normal(*lead, n), "w": draw.normal(n)}
+
+
+def swiglu_packed(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def halves(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return dict(zip(("gate", "up"), draw.normal(*lead, 2 * n).chunk(2, -1), strict=True))
 
 
 def rope_oracle(
@@ -60,11 +124,16 @@ def rope_oracle(
     return one(q), one(k)
 
 
-def rope_arguments(g: Generator, r: int, positions: bool) -> dict[str, Tensor]:
-    b, h, hk, t, k = 2, 3, 1, 4, 8
-    angle = normal(g, *((b,) if positions else ()), t, r // 2).repeat_interleave(2, -1)
-    q, key = normal(g, b, t, h, k).transpose(1, 2), normal(g, b, hk, t, k)
-    return {"q": q, "k": key, "cos": angle.cos(), "sin": angle.sin()}
+def rope_arguments(
+    draw: Draw, lead: tuple[int, ...], t: int, h: int, hk: int, pairs: int, tail: int = 0,
+    own: str = "shared", equal: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Heads as attention holds them, (b, t, h, k) in memory; halves of cos alike if `equal`."""
+    first = {"shared": (), "own": lead, "ones": (1,) * len(lead)}[own]
+    q, k = (draw.normal(*lead, t, heads, 2 * pairs + tail).transpose(-3, -2) for heads in (h, hk))
+    angle = draw.normal(*first, t, pairs)
+    angle = torch.cat((angle, angle if equal else draw.normal(*first, t, pairs)), -1)
+    return {"q": q, "k": k, "cos": angle.cos(), "sin": angle.sin()}
 
 
 def ce_rows(
@@ -102,20 +171,23 @@ def ce_oracle(
     return nll + zsq, nll, zsq
 
 
-def ce_arguments(g: Generator, *, full: bool) -> dict[str, Tensor]:
-    y = torch.tensor([[3, 0, -100], [6, 2, 1]])
-    made = {"logits": 2 * normal(g, 2, 3, 7), "y": y}
-    if full:
-        made |= {"c": normal(g, 7).abs() + 0.5, "u": normal(g, 2, 3)}
-    return made
+def labelled(draw: Draw, lead: tuple[int, ...], v: int, full: bool) -> dict[str, Tensor]:
+    weights = {"c": draw.positive(v), "u": draw.normal(*lead)} if full else {}
+    return {"y": draw.targets(lead, v), **weights}
 
 
-def linear_arguments(g: Generator, *, full: bool) -> dict[str, Tensor]:
-    y = torch.tensor([[3, 0, -100], [6, 2, 1]])
-    made = {"w": normal(g, 7, 4), "x": normal(g, 2, 3, 4), "y": y}
-    if full:
-        made |= {"b": normal(g, 7), "c": normal(g, 7).abs() + 0.5, "u": normal(g, 2, 3)}
-    return made
+def logits_and_targets(
+    draw: Draw, lead: tuple[int, ...], v: int, full: bool = True
+) -> dict[str, Tensor]:
+    return {"logits": draw.normal(*lead, v, scale=2.0), **labelled(draw, lead, v, full)}
+
+
+def head(draw: Draw, lead: tuple[int, ...], d: int, v: int, full: bool = True) -> dict[str, Tensor]:
+    """A projection whose logits have standard deviation 2."""
+    y, *weights = labelled(draw, lead, v, full).items()
+    bias = {"b": draw.normal(v)} if full else {}
+    w, x = draw.normal(v, d, scale=2 / math.sqrt(d)), draw.normal(*lead, d)
+    return {"w": w, "x": x, **dict([y]), **bias, **dict(weights)}
 
 
 def linear_oracle(
@@ -151,6 +223,15 @@ def linear_stats(
     return tuple(out[:3])
 
 
+def plain_ce(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1))
+
+
+def plain_linear_ce(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    logits = F.linear(x, w)
+    return plain_ce(logits if logits.dtype == torch.float64 else logits.float(), y)
+
+
 def first(f: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
     return lambda *a, **k: f(*a, **k)[0]
 
@@ -159,44 +240,105 @@ def bound(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return lambda *a: f(*a, **options)
 
 
+# -- the table -------------------------------------------------------------------------------------
+
+# what laws draw
+LEADS = [(1,), (), (5,), (2, 3), (0,), (2, 0)]
+LOSS_LEADS = [(1,), (), (5,), (2, 1)]  # a mean over no rows is 0 here, NaN in torch
+WIDTHS = [*range(1, 10), 15, 16, 17, 33, 40]
+COLUMNS = [*range(1, 10), 16, 17, 33]
+ROWS_OF = {"lead": LEADS, "n": WIDTHS}
+TABLES = {
+    "lead": [(), (2,), (1, 2), (0,)], "t": range(4), "h": range(1, 4), "hk": range(1, 4),
+    "pairs": range(1, 5), "tail": range(4), "own": ["shared", "own", "ones"],
+}  # fmt: skip
+LOGITS = {"lead": LOSS_LEADS, "v": COLUMNS}
+HEAD = {**LOGITS, "d": range(1, 7)}
+
 ALL = {**HARD, "z_loss": 0.2}
-W, LOGITS, LINEAR = ("x", "w"), ("logits", "u"), ("w", "x", "b", "u")
+ROW_SHAPES = [{"lead": (16384,), "n": 4096}, {"lead": (32768,), "n": 1024},
+              {"lead": (4096,), "n": 16384}]  # fmt: skip
+CE_SIZES, HEAD_SIZES = {"lead": (2, 3), "v": 7}, {"lead": (2, 3), "d": 4, "v": 7}
+DIFF_LOGITS, DIFF_HEAD = ("logits", "u"), ("w", "x", "b", "u")
+
+
+def elements(*counts: float) -> Callable[..., tuple[float, float]]:
+    """Work in units of one tensor of rows: how often its elements are read or written."""
+    forward, both = counts
+
+    def work(lead: tuple[int, ...], **rest: Any) -> tuple[float, float]:
+        size = math.prod(lead) * rest.get("n", rest.get("v"))
+        return forward * size, both * size
+
+    return work
+
+
+def turned(lead: tuple[int, ...], t: int, h: int, hk: int, pairs: int, **_: Any) -> Any:
+    size = math.prod(lead) * t * (h + hk) * 2 * pairs
+    return 2 * size, 4 * size
+
+
+def products(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, float]:
+    size = 2 * math.prod(lead) * d * v
+    return size, 3 * size
+
 
 ROWS = [
-    Row("rms_norm", bound(liger_fn.rms_norm, eps=1e-3), bound(rms_norm, eps=1e-3),
-        lambda g: {"x": normal(g, 2, 3, 5), "w": normal(g, 5)}, W, "rms_norm"),
+    Row("rms_norm", bound(liger_fn.rms_norm, eps=1e-3), bound(rms_norm, eps=1e-3), rows_and_gain,
+        ("x", "w"), {"lead": (2, 3), "n": 5}, ROWS_OF,
+        plain=lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-3),
+        bench=Bench(elements(2, 5), "read x, write y; backward reads x and dy, writes dx",
+                    ROW_SHAPES, [{"lead": (1024,), "n": 1024}], host={"lead": (8,), "n": 64})),
     Row("rms_norm-gemma", bound(liger_fn.rms_norm, eps=0.1, offset=1.0, casting="gemma"),
-        bound(rms_norm, eps=0.1, offset=1.0),
-        lambda g: {"x": normal(g, 3, 6), "w": normal(g, 6)}, W, "rms_norm", block=4),
+        bound(rms_norm, eps=0.1, offset=1.0), rows_and_gain, ("x", "w"),
+        {"lead": (3,), "n": 6}, ROWS_OF, block=4),
     Row("rms_norm-no-gain", lambda x: liger_fn.rms_norm(x, None, 0.1, casting="none"),
-        lambda x: rms_norm(x, None, 0.1), lambda g: {"x": normal(g, 3, 5)}, ("x",), "rms_norm"),
-    Row("swiglu", liger_fn.swiglu, lambda gate, up: F.silu(gate) * up,
-        lambda g: dict(zip(("gate", "up"), normal(g, 2, 3, 10).chunk(2, -1), strict=True)),
-        ("gate", "up"), "swiglu"),
-    Row("swiglu_packed", liger_fn.swiglu_packed, lambda p: F.silu(p[..., :5]) * p[..., 5:],
-        lambda g: {"gate_up": normal(g, 2, 3, 10)}, ("gate_up",), "swiglu_packed", block=4),
-    Row("rope", liger_fn.rope, bound(rope_oracle, pairs=False),
-        lambda g: rope_arguments(g, 8, positions=False), ("q", "k", "cos", "sin"), "rope"),
+        lambda x: rms_norm(x, None, 0.1), lambda draw, lead, n: {"x": draw.normal(*lead, n)},
+        ("x",), {"lead": (3,), "n": 5}, ROWS_OF, plain=rms_norm_step_by_step),
+    Row("swiglu", liger_fn.swiglu, lambda gate, up: F.silu(gate) * up, halves, ("gate", "up"),
+        {"lead": (2, 3), "n": 5}, ROWS_OF,
+        bench=Bench(elements(3, 8),
+                    "read gate and up, write y; backward reads gate, up, dy, writes dgate, dup",
+                    [{"lead": (16384,), "n": 14336}], [{"lead": (512,), "n": 2048}],
+                    host={"lead": (8,), "n": 64})),
+    Row("swiglu_packed", liger_fn.swiglu_packed, swiglu_packed,
+        lambda draw, lead, n: {"gate_up": draw.normal(*lead, 2 * n)}, ("gate_up",),
+        {"lead": (2, 3), "n": 5}, ROWS_OF, block=4),
+    Row("rope", liger_fn.rope, bound(rope_oracle, pairs=False), rope_arguments,
+        ("q", "k", "cos", "sin"), {"lead": (2,), "t": 4, "h": 3, "hk": 1, "pairs": 4}, TABLES,
+        bench=Bench(turned, "read and write q and k; backward the same for their gradients",
+                    [{"lead": (4,), "t": 4096, "h": 32, "hk": 8, "pairs": 64, "own": "ones",
+                      "equal": True}],
+                    [{"lead": (1,), "t": 512, "h": 8, "hk": 2, "pairs": 32, "own": "ones",
+                      "equal": True}], wanted=("q", "k"))),
     Row("rope-interleaved-partial", bound(liger_fn.rope, layout="interleaved"),
-        bound(rope_oracle, pairs=True),
-        lambda g: rope_arguments(g, 4, positions=True), ("q", "k", "cos", "sin"), "rope"),
-    Row("cross_entropy", ce, first(ce_oracle), lambda g: ce_arguments(g, full=False),
-        ("logits",), "cross_entropy"),
+        bound(rope_oracle, pairs=True), rope_arguments, ("q", "k", "cos", "sin"),
+        {"lead": (2,), "t": 4, "h": 3, "hk": 1, "pairs": 2, "tail": 4, "own": "own"}, TABLES),
+    Row("cross_entropy", ce, first(ce_oracle), logits_and_targets, ("logits",),
+        {**CE_SIZES, "full": False}, {**LOGITS, "full": [False]}, plain=plain_ce,
+        bench=Bench(elements(1, 3), "read logits; backward reads them again, writes their gradient",
+                    [{"lead": (8192,), "v": 128256, "full": False},
+                     {"lead": (8192,), "v": 32000, "full": False}],
+                    [{"lead": (512,), "v": 8000, "full": False}])),
     Row("cross_entropy-all", bound(ce, **ALL, n_valid=3.5),
-        first(bound(ce_oracle, **ALL, n_valid=3.5)),
-        lambda g: ce_arguments(g, full=True), LOGITS, "cross_entropy", block=4),
+        first(bound(ce_oracle, **ALL, n_valid=3.5)), logits_and_targets, DIFF_LOGITS, CE_SIZES,
+        LOGITS, block=4),
     Row("cross_entropy-none", bound(ce, **ALL, reduction="none"),
-        first(bound(ce_oracle, **ALL, reduction="none")),
-        lambda g: ce_arguments(g, full=True), LOGITS, "cross_entropy"),
+        first(bound(ce_oracle, **ALL, reduction="none")), logits_and_targets, DIFF_LOGITS,
+        CE_SIZES, LOGITS),
     Row("cross_entropy_with_stats", bound(ce_stats, **ALL), bound(ce_oracle, **ALL),
-        lambda g: ce_arguments(g, full=True), LOGITS, "cross_entropy_with_stats"),
-    Row("fused_linear_ce", linear, first(linear_oracle), lambda g: linear_arguments(g, full=False),
-        ("w", "x"), "fused_linear_ce"),
-    Row("fused_linear_ce-all", bound(linear, **ALL), first(bound(linear_oracle, **ALL)),
-        lambda g: linear_arguments(g, full=True), LINEAR, "fused_linear_ce", block=4),
+        logits_and_targets, DIFF_LOGITS, CE_SIZES, LOGITS),
+    Row("fused_linear_ce", linear, first(linear_oracle), head, ("w", "x"),
+        {**HEAD_SIZES, "full": False}, {**HEAD, "full": [False]}, plain=plain_linear_ce,
+        bench=Bench(products, "one product forward, three with backward",
+                    [{"lead": (8192,), "d": 4096, "v": 128256, "full": False},
+                     {"lead": (16384,), "d": 4096, "v": 32000, "full": False}],
+                    [{"lead": (512,), "d": 256, "v": 8000, "full": False}],
+                    fn=liger_fn.fused_linear_ce, limit="matmul")),
+    Row("fused_linear_ce-all", bound(linear, **ALL), first(bound(linear_oracle, **ALL)), head,
+        DIFF_HEAD, HEAD_SIZES, HEAD, block=4),
     Row("fused_linear_ce-none", bound(linear, **ALL, reduction="none"),
-        first(bound(linear_oracle, **ALL, reduction="none")),
-        lambda g: linear_arguments(g, full=True), LINEAR, "fused_linear_ce"),
-    Row("fused_linear_ce_with_stats", bound(linear_stats, **ALL), bound(linear_oracle, **ALL),
-        lambda g: linear_arguments(g, full=True), LINEAR, "fused_linear_ce_with_stats"),
+        first(bound(linear_oracle, **ALL, reduction="none")), head, DIFF_HEAD, HEAD_SIZES, HEAD),
+    Row("fused_linear_ce_with_stats", bound(linear_stats, **ALL), bound(linear_oracle, **ALL), head,
+        DIFF_HEAD, HEAD_SIZES, HEAD),
 ]  # fmt: skip

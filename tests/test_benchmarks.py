@@ -10,23 +10,22 @@ from torch import Tensor
 
 import liger_fn
 from benchmarks import __main__ as harness
-from benchmarks.cases import OPS, Op, Peer
+from benchmarks.cases import OPS, Op, numbers
 from benchmarks.measure import Inputs, rates
+from benchmarks.peers import Peer
 
-TINY = {
-    "rms_norm": (6, 16),
-    "swiglu": (6, 16),
-    "rope": (2, 5, 4, 2, 8),
-    "cross_entropy": (6, 24),
-    "fused_linear_ce": (6, 8, 24),
-}
 BY_NAME = {op.name: op for op in OPS}
+
+
+def tiny(op: Op) -> Op:
+    """The op at the sizes of its tests alone."""
+    return replace(op, bench=replace(op.bench, cpu=[op.row.sizes]))
 
 
 def measured(
     ops: list[Op], out: Path, monkeypatch: pytest.MonkeyPatch, *more: str
 ) -> tuple[list, str]:
-    monkeypatch.setattr(harness, "OPS", [replace(op, cpu=[TINY[op.name]]) for op in ops])
+    monkeypatch.setattr(harness, "OPS", [tiny(op) for op in ops])
     slow = {"copy": 1e9, "matmul": 1e9, "products": {"8x8x8": 1e9}}
     monkeypatch.setattr(harness.measure, "rates", lambda *_: slow)
     with liger_fn.using("reference"):
@@ -38,17 +37,17 @@ def measured(
 
 def test_every_op_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, page = measured(OPS, tmp_path, monkeypatch)
-    assert {(r["op"], r["peer"]) for r in rows} == {
-        (n, p) for n in TINY for p in ("liger_fn", "torch")
-    }
+    both = ("liger_fn", "torch")
+    assert {(r["op"], r["peer"]) for r in rows} == {(n, p) for n in BY_NAME for p in both}
     for row in rows:
         assert row["status"] == "ok", row
         assert row["eager"]["fwd"]["ms"] > 0
         assert row["eager"]["fwd+bwd"]["ms"] > 0
         assert not row["overwrites"]
         assert set(row["bound"]) == set(row["error"])
-    assert {tuple(r["shape"]) for r in rows if r.get("note") == "host"} == {(8, 64)}
-    assert [text.split(",")[0] for text in page.split("\n## ")[1:]] == list(TINY)
+    hosts = [numbers(r["sizes"]) for r in rows if r.get("note") == "host"]
+    assert hosts == [numbers(op.bench.host) for op in OPS if op.bench.host for _ in both]
+    assert [text.split(",")[0] for text in page.split("\n## ")[1:]] == list(BY_NAME)
 
 
 def test_only_the_ops_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +80,10 @@ def test_wrong_is_not_timed_and_failures_are_told(
         Peer("absent", "torch", absent),
         Peer("not installed", "no_such_package", absent),
     ]
-    op = replace(BY_NAME["swiglu"], others=others, host=None)
+    op = BY_NAME["swiglu"]
+    op = replace(op, others=tuple(others), bench=replace(op.bench, host=None))
     rows, page = measured([op], tmp_path, monkeypatch)
-    by_peer = {row["peer"]: row for row in rows}
+    by_peer = {row["peer"]: row for row in rows if row["peer"] != "liger_fn"}
     assert {peer: row["status"] for peer, row in by_peer.items()} == {
         "torch": "ok",
         "off": "wrong",
@@ -94,7 +94,7 @@ def test_wrong_is_not_timed_and_failures_are_told(
     }
     assert {peer for peer, row in by_peer.items() if "eager" in row} == {"torch", "spoil"}
     assert by_peer["spoil"]["overwrites"] == ["up"]
-    assert by_peer["short"]["note"] == "ValueError: y has shape (5, 16)"
+    assert by_peer["short"]["note"] == "ValueError: y0 has shape (1, 3, 5)"
     assert "ImportError: no / such thing |" in page
 
 

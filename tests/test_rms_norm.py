@@ -17,7 +17,6 @@ from tests.tolerance import (
     assert_within_ulps,
     far_apart,
     results,
-    round_to_nearest_even,
     same_bits,
 )
 
@@ -67,11 +66,6 @@ FAMILIES: dict[str, tuple[Fn, Fn]] = {
     "none": (lambda x, w: rms_norm(x, w, EPS, casting="none"), plainly),
 }
 family = pytest.mark.parametrize("name", FAMILIES)
-
-
-@pytest.fixture(autouse=True)
-def _nearest(monkeypatch):
-    round_to_nearest_even(monkeypatch)
 
 
 def exact(x: Tensor, w: Tensor, offset: float = 0.0, eps: float = EPS) -> Tensor:

@@ -19,7 +19,6 @@ from tests.tolerance import (
     assert_pure_and_exact,
     far_apart,
     results,
-    round_to_nearest_even,
     same_bits,
 )
 
@@ -63,11 +62,6 @@ def glm(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]
 
 
 PLAIN = {"half": llama, "interleaved": glm}
-
-
-@pytest.fixture(autouse=True)
-def _nearest(monkeypatch):
-    round_to_nearest_even(monkeypatch)
 
 
 def exact(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> tuple[Tensor, ...]:

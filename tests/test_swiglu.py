@@ -19,7 +19,6 @@ from tests.tolerance import (
     assert_within_ulps,
     far_apart,
     results,
-    round_to_nearest_even,
     same_bits,
 )
 
@@ -36,11 +35,6 @@ def plain_packed(gate_up: Tensor) -> Tensor:
     """Phi3MLP of Hugging Face."""
     gate, up = gate_up.chunk(2, dim=-1)
     return up * F.silu(gate)
-
-
-@pytest.fixture(autouse=True)
-def _nearest(monkeypatch):
-    round_to_nearest_even(monkeypatch)
 
 
 def exact(gate: Tensor, up: Tensor) -> Tensor:

@@ -110,24 +110,6 @@ def pure_results(
     return dys, ours
 
 
-def round_to_nearest_even(patch: pytest.MonkeyPatch) -> None:
-    """Make Triton's interpreter round to bfloat16 as a GPU does: by itself it truncates (3.7.1)."""
-    if torch.cuda.is_available():
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def nearest(given: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(given, source, target, mode)
-        bits = torch.tensor(given).bfloat16().view(torch.int16)
-        return bits.numpy().view("uint16").reshape(given.shape)
-
-    patch.setattr(interpreter, "_convert_float", nearest)
-
-
 def far_apart(device: torch.device, folder: Path, *shape: int) -> Tensor:
     """Three entries of (3, *shape), bfloat16, so far apart that the third is beyond 2**31 elements.
 

@@ -8,7 +8,7 @@ Pullback of (d_nll, d_zsq), writing p = softmax(z), s = label_smoothing, A = (1 
 
     dz      = d_nll * ((A + s / v * sum(c)) * p - A * onehot(y) - s / v * c)
               + d_zsq * 2 * c[y] * lse * p
-    dlogits = dz * (1 - (z / softcap)**2) * logit_scale
+    dlogits = dz * (1 - tanh(logit_scale * logits / softcap)**2) * logit_scale
 
 The rule is one row's; weights, mean and sum are plain torch above it, so they differentiate by
 themselves. Statistics and losses are float32 (float64 for float64 logits), dlogits has the dtype of

@@ -1,0 +1,58 @@
+"""Which transforms are at work around a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+
+_LEGACY_BATCHED = torch._C._dispatch_key_parse("Batched")
+
+
+def plain() -> bool:
+    """Whether the call must run as plain torch: in forward mode, or under a compiled transform."""
+    if torch.compiler.is_compiling():
+        return torch._C._are_functorch_transforms_active()
+    if forward_ad._current_level >= 0:
+        return True
+    stack = get_interpreter_stack()
+    return stack is not None and any(level.key() == TransformType.Jvp for level in stack)
+
+
+def tracked() -> bool:
+    """Whether someone may differentiate or map the running code: it must not reuse buffers."""
+    return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or plain()
+
+
+def is_legacy_batched(t: Tensor) -> bool:
+    """Whether `torch.autograd.grad(is_grads_batched=True)` made t: its vmap knows no rules."""
+    return torch._C._dispatch_keys(t).has(_LEGACY_BATCHED)
+
+
+def legacy_vmap(pull: Callable, ct: tuple) -> tuple[Tensor, ...] | None:
+    """Pull back cotangents that carry an axis of the old vmap by way of the new one.
+
+    None where they carry two. The level of the axis is found by trying: the thread that runs
+    backward on a GPU does not know it, and removing an absent level leaves the tensor batched.
+    """
+    live = [d for d in ct if d is not None]
+    on = [is_legacy_batched(d) for d in live]
+    for level in range(1, 64):
+        bare = [
+            torch._remove_batch_dim(d, level, 0, 0) if b else d
+            for d, b in zip(live, on, strict=True)
+        ]
+        if not any(map(is_legacy_batched, bare)):
+            break
+    else:
+        return None
+
+    def of_live(*some: Tensor) -> tuple[Tensor, ...]:
+        left = iter(some)
+        return tuple(pull(*(None if d is None else next(left) for d in ct)))
+
+    out = torch.vmap(of_live, tuple(0 if b else None for b in on))(*bare)
+    return tuple(torch._add_batch_dim(g, 0, level) for g in out)

@@ -1,0 +1,203 @@
+"""The table of one op, its registered ops, and how its rules run."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.flop_counter
+from torch import Tensor
+
+from liger_fn._launch import Backend, Maybe, Rule
+from liger_fn._vjp.batching import loop, one_launch, vmap_rule
+
+_LIB = torch.library.Library("liger_fn", "DEF")
+_KEYS = ("CPU", "CUDA", "XPU", "MPS")
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_SCHEMA = {
+    "float": "float",
+    "float | None": "float?",
+    "int": "int",
+    "int | None": "int?",
+    "bool": "bool",
+    "str": "str",
+    "torch.dtype": "ScalarType",
+    "tuple[bool, ...]": "bool[]",
+}
+
+
+@dataclass
+class Op:
+    """The table of one op, and how its rules run: backend, groups, visible or direct.
+
+    The fields are the arguments of custom_vjp.
+    """
+
+    name: str
+    fwd: Mapping[Backend, Rule]
+    bwd: Mapping[Backend, Rule]
+    differentiable: Sequence[str]
+    row_names: Sequence[str]
+    outputs: int
+    grouped: bool
+    opaque: bool
+    fake: Rule | None
+    layout: Callable[[Tensor], Tensor] | None
+    flops: tuple[Callable[..., int], Callable[..., int]] | None
+
+    def __post_init__(self) -> None:
+        parameters = list(inspect.signature(self.fwd["reference"]).parameters.values())
+        self.names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        options = {
+            p.name: inspect.formatannotation(p.annotation).strip("'")
+            for p in parameters
+            if p.kind is p.KEYWORD_ONLY
+        }
+        self.tells_fwd = options.pop("wanted", None) is not None
+        self.options = list(options)
+        self.slots = [self.names.index(d) for d in self.differentiable]
+        self.rows = [n in self.row_names for n in self.names]
+        pullback = inspect.signature(self.bwd["reference"]).parameters.values()
+        positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in pullback)
+        self.residuals = positional - self.outputs - len(self.names)
+        free = [True] * self.outputs + self.rows + [True] * self.residuals
+        self.all_rows = free if self.row_names else [False] * positional
+        self.fwd_op = self._register("fwd", self._fwd_impl, self._fwd_fake, options, 0)
+        self.bwd_op = self._register("bwd", self._bwd_impl, self._bwd_fake, options, self.outputs)
+        for visible, formula in zip((self.fwd_op, self.bwd_op), self.flops or (), strict=False):
+            torch.utils.flop_counter.register_flop_formula(visible.overloadpacket)(formula)
+
+    # -- registered ops: Tensor lists out, so that a cotangent that nobody wants has no tensor
+
+    def _register(
+        self, way: str, impl: Callable, fake: Callable, options: dict[str, str], n_ct: int
+    ) -> Any:
+        name = f"{self.name}_{way}"
+        ct = [f"Tensor? d_{i}" for i in range(n_ct)]
+        res = [f"Tensor? r_{i}" for i in range(self.residuals)] if n_ct else []
+        tensors = [f"Tensor? {n}" for n in self.names]
+        kw = [f"{_SCHEMA[annotation]} {o}" for o, annotation in options.items()]
+        kw += ["str backend", "int[] groups", "bool[] mapped", "bool[] wanted"]
+        _LIB.define(f"{name}({', '.join([*ct, *tensors, *res])}, *, {', '.join(kw)}) -> Tensor[]")
+        for key in _KEYS:
+            _LIB.impl(name, impl, key)
+        torch.library.register_fake(f"liger_fn::{name}", fake, lib=_LIB)
+        return getattr(torch.ops.liger_fn, name).default
+
+    def _fwd_impl(self, *tensors: Maybe, **kw: Any) -> list[Tensor]:
+        return self._settled(self._call(self._fwd_rule, tensors, **kw), kw)
+
+    def _bwd_impl(self, *tensors: Maybe, **kw: Any) -> list[Tensor]:
+        return self._settled(self._call(self._bwd_rule, tensors, **kw), kw)
+
+    @staticmethod
+    def _settled(out: tuple[Tensor, ...], kw: dict[str, Any]) -> list[Tensor]:
+        """Kernels lay results out as their fakes say, the others are made contiguous."""
+        own = kw["backend"] == "triton" and not kw["groups"]
+        return [t if own else t.contiguous() for t in out]
+
+    def _fwd_fake(self, *tensors: Maybe, **kw: Any) -> list[Tensor]:
+        whole = kw["backend"] == "triton" or self.opaque
+        if self.fake is None or kw["groups"] or not whole:
+            kw["backend"] = "reference"
+            return [dense(t) for t in self._call(self._fwd_rule, tensors, **kw)]
+        del kw["backend"], kw["groups"], kw["mapped"]
+        if not self.tells_fwd:
+            del kw["wanted"]
+        return [t for t in self.fake(*tensors, **kw) if t is not None]
+
+    def _bwd_fake(self, *tensors: Maybe, wanted: Sequence[bool], **kw: Any) -> list[Tensor]:
+        primals = tensors[self.outputs : self.outputs + len(self.names)]
+        groups, out = kw["groups"], []
+        for i in itertools.compress(self.slots, wanted):
+            t = primals[i]
+            if t is None:  # what is wanted exists
+                continue
+            if groups and not kw["mapped"][self.outputs + i]:
+                out.append(t.new_empty((*groups, *t.shape)))
+            else:
+                own = kw["backend"] == "triton" and not groups
+                out.append((self.layout or dense)(t) if own else dense(t))
+        return out
+
+    # -- running a rule
+
+    def _fwd_rule(self, backend: Backend, wanted: Sequence[bool], **options: Any) -> Callable:
+        told = {"wanted": tuple(wanted)} if self.tells_fwd else {}
+        return functools.partial(self.fwd[backend], **told, **options)
+
+    def _bwd_rule(self, backend: Backend, wanted: Sequence[bool], **options: Any) -> Callable:
+        rule = functools.partial(self.bwd[backend], wanted=tuple(wanted), **options)
+        return lambda *a, **kw: tuple(itertools.compress(rule(*a, **kw), wanted))
+
+    def _call(
+        self,
+        make_rule: Callable,
+        tensors: Sequence[Maybe],
+        *,
+        backend: Backend,
+        groups: Sequence[int],
+        mapped: Sequence[bool],
+        wanted: Sequence[bool],
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        rule = make_rule(backend, wanted, **options)
+        if not groups:
+            return rule(*tensors)
+        if self.grouped and backend == "triton":
+            return one_launch(rule, groups, mapped, tensors)
+        return loop(rule, groups, mapped, tensors)
+
+    def _run(
+        self,
+        pullback: bool,
+        backend: Backend,
+        groups: tuple,
+        mapped: tuple,
+        wanted: tuple,
+        values: tuple,
+        a: Sequence,
+    ) -> Sequence[Tensor]:
+        kw = dict(zip(self.options, values, strict=True))
+        kw.update(backend=backend, groups=groups, mapped=mapped, wanted=wanted)
+        if self._visible(backend, a):
+            return (self.bwd_op if pullback else self.fwd_op)(*a, **kw)
+        return self._call(self._bwd_rule if pullback else self._fwd_rule, a, **kw)
+
+    def run_fwd(self, *args: Any) -> Sequence[Tensor]:
+        return self._run(False, *args)
+
+    def run_bwd(self, *args: Any) -> Sequence[Tensor]:
+        return self._run(True, *args)
+
+    def _visible(self, backend: Backend, tensors: Sequence[Maybe]) -> bool:
+        """Whether to go through the dispatcher: whoever traces or counts must see an op."""
+        if torch.compiler.is_compiling():
+            return self.opaque or backend == "triton"
+        if torch._C._len_torch_dispatch_stack() > 0:
+            return True
+        return any(t is not None and type(t) not in _PLAIN for t in tensors)
+
+    def reference_pullback(
+        self, groups: tuple, mapped: tuple, wanted: tuple, values: tuple
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """(cotangents, tensors) -> wanted cotangents, as differentiable plain torch."""
+        options = dict(zip(self.options, values, strict=True))
+        forward = self._fwd_rule("reference", wanted, **options)
+        pull = self._bwd_rule("reference", wanted, **options)
+
+        def rule(*a: Maybe) -> tuple[Tensor, ...]:
+            return pull(*a, *forward(*a[self.outputs :])[self.outputs :])
+
+        for _ in groups:
+            rule = vmap_rule(rule, mapped)
+        return rule
+
+
+def dense(t: Tensor) -> Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)

@@ -1,0 +1,239 @@
+"""The two rules over a row pass of cross entropy: a loss that is a sum, and losses per row.
+
+A sum forms dw, dx and db in its forward pass, while a chunk of logits is at hand, with the weights
+of the rows as coefficients: 3 products. Its pullback scales them. Losses per row do not know their
+coefficients before backward, and form all of it there from new logits: 4 products.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_fn._math import wide
+from liger_fn._vjp import custom_vjp, tracked
+from liger_fn.ops._ce import Row
+from liger_fn.ops._chunked import Rows, head_loop
+
+
+def _loop(
+    rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None,
+    a: Tensor | None, e: Tensor | None, wanted: tuple[bool, ...], *,
+    ignore_index: int, label_smoothing: float, logit_scale: float, softcap: float | None,
+    chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    row = Row(ignore_index, label_smoothing, logit_scale, softcap)
+    return head_loop(
+        partial(rows, class_weight=class_weight, row=row), w, x, b, y, (a, e),
+        ignore_index=ignore_index, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
+        wanted=wanted[:3],  # type: ignore[arg-type]  # three of them
+    )  # fmt: skip
+
+
+def _weighted(
+    u: Tensor | None, y: Tensor, c: Tensor | float | None, dtype: torch.dtype
+) -> Tensor | None:
+    """c * u for each row; None where it is zero."""
+    if c is None or (isinstance(c, float) and c == 0.0):
+        return None
+    return (y.new_ones(y.shape, dtype=dtype) if u is None else u.to(dtype)) * c
+
+
+def _sum_fwd(
+    rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None,
+    u: Tensor | None, *,
+    ignore_index: int, label_smoothing: float, logit_scale: float, softcap: float | None,
+    z_loss: float, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dtype = wide(compute)
+    (nll, zsq, correct), dw, dx, db = _loop(
+        rows, w, x, b, y, class_weight, _weighted(u, y, 1.0, dtype), _weighted(u, y, z_loss, dtype),
+        wanted, ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale,
+        softcap=softcap, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
+    )  # fmt: skip
+    sums = [(t if u is None else t * u).sum() for t in (nll, zsq)]
+    formed = (nll.new_empty(0) if t is None else t for t in (dw, dx, db))
+    return sums[0] + z_loss * sums[1], *sums, correct, *formed, nll, zsq
+
+
+def _sum_bwd(
+    rows: Rows, d_loss: Tensor | None, d_nll: Tensor | None, d_zsq: Tensor | None, d_correct: None,
+    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None,
+    u: Tensor | None, dw: Tensor, dx: Tensor, db: Tensor, nll: Tensor, zsq: Tensor, *,
+    z_loss: float, wanted: tuple[bool, ...], **options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    scale = d_loss if d_nll is None and d_zsq is None else None
+    c_nll, c_zsq = _plus(d_loss, d_nll), _plus(None if d_loss is None else z_loss * d_loss, d_zsq)
+    primals, formed = (w, x, b), [dw, dx, db]
+    missing = [
+        want and (scale is None or t is None or g.shape != t.shape)
+        for want, t, g in zip(wanted, primals, formed, strict=False)
+    ]
+    if any(missing):
+        ones = (1.0, z_loss) if scale is not None else (c_nll, c_zsq)
+        a, e = (_weighted(u, y, c, nll.dtype) for c in ones)
+        _, *late = _loop(rows, w, x, b, y, class_weight, a, e, tuple(missing), **options)
+        formed = [g if is_late else t for is_late, g, t in zip(missing, late, formed, strict=True)]  # type: ignore[misc]  # late ones exist
+    out = [
+        _scaled(g, scale, t.dtype) if want and t is not None else None
+        for want, g, t in zip(wanted, formed, primals, strict=False)
+    ]
+    du = None
+    if wanted[3] and u is not None:
+        terms = (c * t for c, t in ((c_nll, nll), (c_zsq, zsq)) if c is not None)
+        total: Tensor = sum(terms)  # type: ignore[assignment]  # never the int 0: one term exists
+        du = total.to(u.dtype)
+    return *out, du
+
+
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _scaled(g: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """scale * g in `dtype`, in one pass where nobody differentiates it.
+
+    g may be (v, d) in float32.
+    """
+    if scale is None:
+        return g.to(dtype)
+    if tracked():
+        return (g * scale).to(dtype)
+    # one axis, so that a float32 scale is not rounded to a half g first
+    return torch.mul(g, scale.view(1), out=torch.empty_like(g, dtype=dtype))
+
+
+def _loss_bwd(rows: Rows, d_loss: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
+    class_weight: Tensor | None, u: Tensor | None, nll_sum: Tensor, zsq_sum: Tensor,
+    correct: Tensor, dw: Tensor, dx: Tensor, db: Tensor, nll: Tensor, zsq: Tensor, **options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    return _sum_bwd(
+        rows, d_loss, None, None, None, w, x, b, y, class_weight, u, dw, dx, db, nll, zsq, **options
+    )  # fmt: skip
+
+
+def _rows_fwd(
+    rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None, *,
+    ignore_index: int, label_smoothing: float, logit_scale: float, softcap: float | None,
+    chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _loop(
+        rows, w, x, b, y, class_weight, None, None, (False,) * 3, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, chunk=chunk,
+        compute=compute, accum_dtype=accum_dtype,
+    )[0]  # fmt: skip
+
+
+def _rows_bwd(
+    rows: Rows, d_nll: Tensor | None, d_zsq: Tensor | None, d_correct: None, w: Tensor, x: Tensor,
+    b: Tensor | None, y: Tensor, class_weight: Tensor | None, *, wanted: tuple[bool, ...],
+    **options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    _, *grads = _loop(rows, w, x, b, y, class_weight, d_nll, d_zsq, wanted, **options)
+    return tuple(
+        g.to(t.dtype) if g is not None and t is not None else None
+        for g, t in zip(grads, (w, x, b), strict=True)
+    )
+
+
+def _products(w: Any, x: Any, n: int) -> int:
+    return 2 * x[0] * w[0] * w[1] * n
+
+
+def _fwd_flops(w: Any, x: Any, *_: Any, wanted: Any = (), **__: Any) -> int:
+    return _products(w, x, 1 + sum(wanted[:2]))
+
+
+def _rows_fwd_flops(w: Any, x: Any, *_: Any, **__: Any) -> int:
+    return _products(w, x, 1)
+
+
+def _loss_flops(d_loss: Any, *_: Any, **__: Any) -> int:
+    return 0  # formed in forward
+
+
+def _late_flops(
+    d_loss: Any,
+    d_nll: Any,
+    d_zsq: Any,
+    d_correct: Any,
+    w: Any,
+    x: Any,
+    *_: Any,
+    wanted: Any = (),
+    **__: Any,
+) -> int:
+    return 0 if d_nll is None and d_zsq is None else _products(w, x, 1 + sum(wanted[:2]))
+
+
+def _rows_flops(
+    d_nll: Any, d_zsq: Any, d_correct: Any, w: Any, x: Any, *_: Any, wanted: Any = (), **__: Any
+) -> int:
+    return _products(w, x, 1 + sum(wanted[:2]))
+
+
+def _sum_fake(
+    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None,
+    u: Tensor | None, *, compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
+    **_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    sums = torch.promote_types(accum_dtype, compute) if compute == torch.float64 else accum_dtype
+    dtype, half = wide(compute), x.device.type != "cpu" and x.dtype.itemsize < 4
+    kinds = (sums, compute if half else dtype, dtype)
+    formed = (
+        w.new_empty(t.shape if want and t is not None else (0,), dtype=kind if want else dtype)
+        for want, t, kind in zip(wanted, (w, x, b), kinds, strict=False)
+    )
+    scalars = (x.new_empty((), dtype=dtype) for _ in range(3))
+    per_row = (y.new_empty(y.shape, dtype=dtype) for _ in range(2))
+    return *scalars, y.new_empty(y.shape, dtype=torch.bool), *formed, *per_row
+
+
+def _rows_fake(
+    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *_: Any, compute: torch.dtype, **__: Any
+) -> tuple[Tensor, ...]:
+    dtypes = wide(compute), wide(compute), torch.bool
+    return tuple(y.new_empty(y.shape, dtype=dtype) for dtype in dtypes)
+
+
+def _rule(
+    name: str, passes: dict[Any, Rows], fwd: Callable[..., Any], bwd: Callable[..., Any], *,
+    outputs: int, fake: Any, flops: Any, more: tuple[str, ...] = (),
+) -> Callable[..., Any]:  # fmt: skip
+    return custom_vjp(
+        name,
+        fwd={backend: partial(fwd, rows) for backend, rows in passes.items()},
+        bwd={backend: partial(bwd, rows) for backend, rows in passes.items()},
+        differentiable=("w", "x", "b", *more),
+        outputs=outputs,
+        opaque=True,
+        fake=fake,
+        flops=flops,
+    )
+
+
+def sum_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
+    """(w, x, b, y, class_weight, u) to the sum of u * (nll + z_loss * zsq)."""
+    return _rule(
+        name, passes, _sum_fwd, _loss_bwd, outputs=1, fake=_sum_fake,
+        flops=(_fwd_flops, _loss_flops), more=("u",),
+    )  # fmt: skip
+
+
+def stats_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
+    """The same, the sums of its two terms, and which rows have y as their argmax."""
+    return _rule(
+        name, passes, _sum_fwd, _sum_bwd, outputs=4, fake=_sum_fake,
+        flops=(_fwd_flops, _late_flops), more=("u",),
+    )  # fmt: skip
+
+
+def rows_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
+    """(w, x, b, y, class_weight) to nll, zsq and whether y is the argmax, of each row."""
+    return _rule(
+        name, passes, _rows_fwd, _rows_bwd, outputs=3, fake=_rows_fake,
+        flops=(_rows_fwd_flops, _rows_flops),
+    )  # fmt: skip
