@@ -7,6 +7,10 @@ from liger_fn.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_fn.ops.cross_entropy import cross_entropy_with_stats as cross_entropy_with_stats
 from liger_fn.ops.fused_linear_ce import fused_linear_ce as fused_linear_ce
 from liger_fn.ops.fused_linear_ce import fused_linear_ce_with_stats as fused_linear_ce_with_stats
+from liger_fn.ops.geglu import geglu as geglu
+from liger_fn.ops.geglu import geglu_packed as geglu_packed
+from liger_fn.ops.mrope import mrope as mrope
+from liger_fn.ops.relu2 import relu2 as relu2
 from liger_fn.ops.rms_norm import rms_norm as rms_norm
 from liger_fn.ops.rope import rope as rope
 from liger_fn.ops.swiglu import swiglu as swiglu
@@ -19,6 +23,10 @@ __all__ = [
     "custom_vjp",
     "fused_linear_ce",
     "fused_linear_ce_with_stats",
+    "geglu",
+    "geglu_packed",
+    "mrope",
+    "relu2",
     "rms_norm",
     "rope",
     "swiglu",

@@ -29,11 +29,6 @@ def up(x):
 
 
 @triton.jit
-def silu(x):
-    return x * tl.sigmoid(x)
-
-
-@triton.jit
 def tanh(x):
     # 1 - 2/(e^2x + 1) cancels near 0: there the odd polynomial of Cephes' tanhf (S. Moshier) is
     # good to an ulp of float32. float64 has room for the plain form: its absolute error is 1e-16.

@@ -92,6 +92,10 @@ def rms_norm_step_by_step(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.1)
 
 
+def rows(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return {"x": draw.normal(*lead, n)}
+
+
 def rows_and_gain(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
     return {"x": draw.normal(*lead, n), "w": draw.normal(n)}
 
@@ -134,6 +138,32 @@ def rope_arguments(
     angle = draw.normal(*first, t, pairs)
     angle = torch.cat((angle, angle if equal else draw.normal(*first, t, pairs)), -1)
     return {"q": q, "k": k, "cos": angle.cos(), "sin": angle.sin()}
+
+
+def mrope_arguments(
+    draw: Draw, lead: tuple[int, ...], t: int, h: int, hk: int, pairs: int, tail: int = 0
+) -> dict[str, Tensor]:
+    made = rope_arguments(draw, lead, t, h, hk, pairs, tail)
+    angle = draw.normal(3, *lead, t, 2 * pairs)
+    return {"q": made["q"], "k": made["k"], "cos": angle.cos(), "sin": angle.sin()}
+
+
+def sections_of(cos: Tensor) -> tuple[int, int, int]:
+    """Some sections for a table of cosines."""
+    half = cos.shape[-1] // 2
+    return 1, (half - 1) // 2, half - 1 - (half - 1) // 2
+
+
+def mrope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return liger_fn.mrope(q, k, cos, sin, sections_of(cos))
+
+
+def mrope_oracle(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    time, height, _ = sections_of(cos)
+    column = torch.arange(cos.shape[-1] // 2, device=cos.device).repeat(2)
+    kind = (column >= time).long() + (column >= time + height).long()
+    at = kind.expand(1, *cos.shape[1:])
+    return rope_oracle(q, k, cos.gather(0, at)[0], sin.gather(0, at)[0], pairs=False)
 
 
 def ce_rows(
@@ -255,6 +285,7 @@ TABLES = {
 LOGITS = {"lead": LOSS_LEADS, "v": COLUMNS}
 HEAD = {**LOGITS, "d": range(1, 7)}
 
+GATED = "read gate and up, write y; backward reads gate, up, dy, writes dgate, dup"
 ALL = {**HARD, "z_loss": 0.2}
 ROW_SHAPES = [{"lead": (16384,), "n": 4096}, {"lead": (32768,), "n": 1024},
               {"lead": (4096,), "n": 16384}]  # fmt: skip
@@ -293,14 +324,24 @@ ROWS = [
         bound(rms_norm, eps=0.1, offset=1.0), rows_and_gain, ("x", "w"),
         {"lead": (3,), "n": 6}, ROWS_OF, block=4),
     Row("rms_norm-no-gain", lambda x: liger_fn.rms_norm(x, None, 0.1, casting="none"),
-        lambda x: rms_norm(x, None, 0.1), lambda draw, lead, n: {"x": draw.normal(*lead, n)},
-        ("x",), {"lead": (3,), "n": 5}, ROWS_OF, plain=rms_norm_step_by_step),
+        lambda x: rms_norm(x, None, 0.1), rows, ("x",), {"lead": (3,), "n": 5}, ROWS_OF,
+        plain=rms_norm_step_by_step),
     Row("swiglu", liger_fn.swiglu, lambda gate, up: F.silu(gate) * up, halves, ("gate", "up"),
         {"lead": (2, 3), "n": 5}, ROWS_OF,
-        bench=Bench(elements(3, 8),
-                    "read gate and up, write y; backward reads gate, up, dy, writes dgate, dup",
-                    [{"lead": (16384,), "n": 14336}], [{"lead": (512,), "n": 2048}],
-                    host={"lead": (8,), "n": 64})),
+        bench=Bench(elements(3, 8), GATED, [{"lead": (16384,), "n": 14336}],
+                    [{"lead": (512,), "n": 2048}], host={"lead": (8,), "n": 64})),
+    Row("geglu", liger_fn.geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, halves,
+        ("gate", "up"), {"lead": (2, 3), "n": 5}, ROWS_OF,
+        bench=Bench(elements(3, 8), GATED, [{"lead": (16384,), "n": 14336}],
+                    [{"lead": (512,), "n": 2048}])),
+    Row("geglu_packed", bound(liger_fn.geglu_packed, approximate="none"),
+        lambda gate_up: F.gelu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1],
+        lambda draw, lead, n: {"gate_up": draw.normal(*lead, 2 * n)}, ("gate_up",),
+        {"lead": (2, 3), "n": 5}, ROWS_OF, block=4),
+    Row("relu2", liger_fn.relu2, lambda x: F.relu(x).square(), rows, ("x",),
+        {"lead": (2, 3), "n": 5}, ROWS_OF,
+        bench=Bench(elements(2, 5), "read x, write y; backward reads x and dy, writes dx",
+                    [{"lead": (16384,), "n": 14336}], [{"lead": (512,), "n": 2048}])),
     Row("swiglu_packed", liger_fn.swiglu_packed, swiglu_packed,
         lambda draw, lead, n: {"gate_up": draw.normal(*lead, 2 * n)}, ("gate_up",),
         {"lead": (2, 3), "n": 5}, ROWS_OF, block=4),
@@ -314,6 +355,9 @@ ROWS = [
     Row("rope-interleaved-partial", bound(liger_fn.rope, layout="interleaved"),
         bound(rope_oracle, pairs=True), rope_arguments, ("q", "k", "cos", "sin"),
         {"lead": (2,), "t": 4, "h": 3, "hk": 1, "pairs": 2, "tail": 4, "own": "own"}, TABLES),
+    Row("mrope", mrope, mrope_oracle, mrope_arguments, ("q", "k", "cos", "sin"),
+        {"lead": (2,), "t": 3, "h": 2, "hk": 1, "pairs": 4},
+        {name: TABLES[name] for name in ("lead", "t", "h", "hk", "pairs", "tail")}),
     Row("cross_entropy", ce, first(ce_oracle), logits_and_targets, ("logits",),
         {**CE_SIZES, "full": False}, {**LOGITS, "full": [False]}, plain=plain_ce,
         bench=Bench(elements(1, 3), "read logits; backward reads them again, writes their gradient",

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import liger_fn.ops.swiglu
+import liger_fn.ops._gated
 from liger_fn import swiglu, swiglu_packed
 from tests.tolerance import (
     assert_pure_and_close,
@@ -239,7 +239,7 @@ def test_halves_of_one_tensor(backend, device, lead):
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3)])
 def test_kernels_read_and_write_halves_in_place(device, monkeypatch, lead):
     launches: list[tuple[Any, ...]] = []
-    ops = liger_fn.ops.swiglu
+    ops = liger_fn.ops._gated
     launch = ops.launch
     monkeypatch.setattr(ops, "launch", lambda *a, **kw: (launches.append(a[2:]), launch(*a, **kw)))
     gate, up = halves(device, *lead, dtype=torch.float32)
@@ -316,7 +316,7 @@ def test_frozen_arguments_get_no_gradient_and_change_no_other(backend, device):
 
 def test_the_kernel_is_not_told_to_write_a_frozen_gradient(device, monkeypatch):
     launches: list[tuple[Any, ...]] = []
-    ops = liger_fn.ops.swiglu
+    ops = liger_fn.ops._gated
     launch = ops.launch
     monkeypatch.setattr(ops, "launch", lambda *a, **kw: (launches.append(a[2:]), launch(*a, **kw)))
     gate, up = drawn(3, 6, device=device), drawn(3, 6, device=device)

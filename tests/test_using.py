@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import liger_fn
-import liger_fn.ops.swiglu
+import liger_fn.ops._gated
 from liger_fn import _launch, using
 from tests.table import ROWS, Row
 
@@ -30,13 +30,13 @@ ROOT = Path(__file__).parents[1]
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The kernels that swiglu has launched."""
     seen: list[object] = []
-    launch = liger_fn.ops.swiglu.launch
+    launch = liger_fn.ops._gated.launch
 
     def spy(kernel: object, *a: object, **kw: object) -> None:
         seen.append(kernel)
         launch(kernel, *a, **kw)
 
-    monkeypatch.setattr(liger_fn.ops.swiglu, "launch", spy)
+    monkeypatch.setattr(liger_fn.ops._gated, "launch", spy)
     return seen
 
 

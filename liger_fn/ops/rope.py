@@ -145,10 +145,11 @@ def _rope_kernel(
 
 
 def _new_like(x: Tensor) -> Tensor:
-    """Empty, in the memory order of x if its heads are contiguous there; as (b, h, t, k)."""
-    x4 = x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
-    y = torch.empty_like(x4)
-    return y if y.stride(-1) == 1 else torch.empty_like(x4, memory_format=torch.contiguous_format)
+    """Empty (b, h, t, k), in memory (b, t, h, k) where x is the transposed view of that."""
+    b, h, t, width = math.prod(x.shape[:-3]), *x.shape[-3:]
+    if min(h, t) > 1 and x.stride(-2) > x.stride(-3):
+        return x.new_empty(b, t, h, width).transpose(1, 2)
+    return x.new_empty(b, h, t, width)
 
 
 def _empty_like(x: Tensor) -> Tensor:

@@ -1,0 +1,233 @@
+"""What the gates of a feed-forward layer share: y = act(gate) * up, or act(gate) without up.
+
+    act          act(g)                          slope act'(g)
+    "silu"       g * s(g)          s * (1 + g * (1 - s))              s(g) = 1 / (1 + exp(-g))
+    "gelu_tanh"  g * s(2 * u)      s + g * s * (1 - s) * 2 * u'       u = c * (g + 0.044715 * g**3)
+    "gelu_none"  g * cdf           cdf + g * exp(-g**2 / 2) * c / 2   cdf = (1 + erf(g/sqrt(2))) / 2
+    "relu2"      max(g, 0)**2      2 * max(g, 0)
+
+with c = sqrt(2 / pi); g * s(2 * u) is g * (1 + tanh(u)) / 2 without its cancellation.
+Pullback of dy: dgate = dy * up * act'(gate), dup = dy * act(gate). All is computed in float32
+(float64 for float64) from gate and up alone; act(gate) is rounded to the dtype of gate before the
+product, as two torch calls do, and y has the dtype of the product.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_fn._check import check_same_shape, check_tensors
+from liger_fn._launch import launch, row_tile, rows_of, tl, triton
+from liger_fn._math import rounded, up, wide
+from liger_fn._vjp import custom_vjp
+
+_A = 0.044715
+_C = math.sqrt(2 / math.pi)
+
+# -- reference -------------------------------------------------------------------------------------
+
+
+def _value(g: Tensor, act: str) -> Tensor:
+    if act == "silu":
+        return F.silu(g)
+    if act == "relu2":
+        return F.relu(g).square()
+    return F.gelu(g, approximate=act.removeprefix("gelu_"))
+
+
+def _slope(g: Tensor, act: str) -> Tensor:
+    if act == "relu2":
+        return 2 * F.relu(g)
+    if act == "gelu_none":
+        normal = torch.exp(-0.5 * g * g) * (_C / 2)
+        return 0.5 * (1 + torch.erf(g * math.sqrt(0.5))) + g * normal
+    if act == "silu":
+        s = torch.sigmoid(g)
+        return s * (1 + g * (1 - s))
+    s = torch.sigmoid(2 * _C * (g + _A * g**3))
+    bend = s * (1 - s)
+    # 0 where s is 0 or 1, also where g**2 overflows
+    return s + torch.where(bend == 0, 0.0, bend * g * (2 * _C) * (1 + 3 * _A * g * g))
+
+
+def _fwd_ref(gate: Tensor, up: Tensor | None, *, act: str) -> tuple[Tensor]:
+    y = _value(gate, act)
+    return (y if up is None else y * up,)
+
+
+def _bwd_ref(
+    dy: Tensor, gate: Tensor, up: Tensor | None, *, act: str, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    g, dgate, dup = wide(gate), None, None
+    if wanted[0]:
+        dgate = (dy * _slope(g, act) if up is None else dy * wide(up) * _slope(g, act)).to(
+            gate.dtype
+        )
+    if up is not None and wanted[1]:
+        dup = (dy * _value(g, act)).to(up.dtype)
+    return dgate, dup
+
+
+def _packed_fwd_ref(gate_up: Tensor, *, act: str) -> tuple[Tensor]:
+    return _fwd_ref(*gate_up.chunk(2, -1), act=act)
+
+
+def _packed_bwd_ref(
+    dy: Tensor, gate_up: Tensor, *, act: str, wanted: tuple[bool, ...]
+) -> tuple[Tensor]:
+    dgate, dup = _bwd_ref(dy, *gate_up.chunk(2, -1), act=act, wanted=(True, True))
+    return (torch.cat((dgate, dup), -1),)  # type: ignore[arg-type]  # both were wanted
+
+
+# -- kernels: rows may lie apart, so that halves of one tensor are read and written in place -------
+
+
+@triton.jit
+def _act(g, ACT: tl.constexpr):
+    if ACT == "silu":
+        y = g * tl.sigmoid(g)
+    elif ACT == "relu2":
+        y = tl.maximum(g, 0.0) * tl.maximum(g, 0.0)
+    elif ACT == "gelu_none":
+        y = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    else:
+        y = g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+    return y
+
+
+@triton.jit
+def _act_slope(g, ACT: tl.constexpr):
+    if ACT == "silu":
+        s = tl.sigmoid(g)
+        y = s * (1.0 + g * (1.0 - s))
+    elif ACT == "relu2":
+        y = 2.0 * tl.maximum(g, 0.0)
+    elif ACT == "gelu_none":
+        cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        y = cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
+    else:
+        s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+        bend = s * (1.0 - s)
+        y = s + tl.where(bend == 0.0, 0.0, bend * g * 1.5957691216057308 * (1.0 + 0.134145 * g * g))
+    return y
+
+
+@triton.jit
+def _fwd_kernel(
+    gate_ptr, up_ptr, y_ptr, n, gate_stride, up_stride, ACT: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = _act(up(tl.load(gate_ptr + row * gate_stride + col, col < n, other=0.0)), ACT)
+    if up_ptr is not None:
+        u = up(tl.load(up_ptr + row * up_stride + col, col < n, other=0.0))
+        y = rounded(y, gate_ptr.dtype.element_ty) * u
+    tl.store(y_ptr + row * n + col, y, col < n)
+
+
+@triton.jit
+def _bwd_kernel(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, gate_stride, up_stride, d_stride,
+    ACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dy = up(tl.load(dy_ptr + row * n + col, col < n, other=0.0))
+    g = up(tl.load(gate_ptr + row * gate_stride + col, col < n, other=0.0))
+    if dgate_ptr is not None:
+        d = dy * _act_slope(g, ACT)
+        if up_ptr is not None:
+            d *= up(tl.load(up_ptr + row * up_stride + col, col < n, other=0.0))
+        tl.store(dgate_ptr + row * d_stride + col, d, col < n)
+    if dup_ptr is not None:
+        tl.store(dup_ptr + row * d_stride + col, dy * _act(g, ACT), col < n)
+
+
+def _fwd_triton(gate: Tensor, up: Tensor | None, *, act: str) -> tuple[Tensor]:
+    n, dtype = (
+        gate.shape[-1],
+        gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype),
+    )
+    y, tile = gate.new_empty(gate.shape, dtype=dtype), row_tile(n, 1024)
+    gate, up = rows_of(gate, n), None if up is None else rows_of(up, n)
+    grid, up_stride = (gate.shape[0], -(-n // tile["BLOCK"])), 0 if up is None else up.stride(0)
+    launch(_fwd_kernel, grid, gate, up, y, n, gate.stride(0), up_stride, ACT=act, **tile)
+    return (y,)
+
+
+def _launch_bwd(
+    dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None,
+    d_stride: int, act: str,
+) -> None:  # fmt: skip
+    n, tile = gate.shape[-1], row_tile(gate.shape[-1], 1024)
+    dy, gate, up = dy.contiguous(), rows_of(gate, n), None if up is None else rows_of(up, n)
+    grid, up_stride = (gate.shape[0], -(-n // tile["BLOCK"])), 0 if up is None else up.stride(0)
+    launch(
+        _bwd_kernel, grid, dy, gate, up, dgate, dup, n, gate.stride(0), up_stride, d_stride,
+        ACT=act, **tile,
+    )  # fmt: skip
+
+
+def _bwd_triton(
+    dy: Tensor, gate: Tensor, up: Tensor | None, *, act: str, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    dgate = gate.new_empty(gate.shape) if wanted[0] else None
+    dup = up.new_empty(up.shape) if up is not None and wanted[1] else None
+    _launch_bwd(dy, gate, up, dgate, dup, gate.shape[-1], act)
+    return dgate, dup
+
+
+def _packed_fwd_triton(gate_up: Tensor, *, act: str) -> tuple[Tensor]:
+    return _fwd_triton(*gate_up.chunk(2, -1), act=act)
+
+
+def _packed_bwd_triton(
+    dy: Tensor, gate_up: Tensor, *, act: str, wanted: tuple[bool, ...]
+) -> tuple[Tensor]:
+    d = gate_up.new_empty(gate_up.shape)
+    dgate, dup = rows_of(d, d.shape[-1]).chunk(2, -1)
+    gate, up = gate_up.chunk(2, -1)
+    _launch_bwd(dy, gate, up, dgate, dup, d.shape[-1], act)
+    return (d,)
+
+
+# -- rule ------------------------------------------------------------------------------------------
+
+
+def gated(name: str) -> Callable[..., Any]:
+    """(gate, up or None, act=...) to y, as the op `name`."""
+    return custom_vjp(
+        name,
+        fwd={"reference": _fwd_ref, "triton": _fwd_triton},
+        bwd={"reference": _bwd_ref, "triton": _bwd_triton},
+        differentiable=("gate", "up"),
+        rows=("gate", "up"),
+    )
+
+
+def packed(name: str) -> Callable[..., Any]:
+    """(gate_up, act=...) to y: gate and up are the halves of the last axis."""
+    return custom_vjp(
+        name,
+        fwd={"reference": _packed_fwd_ref, "triton": _packed_fwd_triton},
+        bwd={"reference": _packed_bwd_ref, "triton": _packed_bwd_triton},
+        differentiable=("gate_up",),
+        rows=("gate_up",),
+    )
+
+
+def check_gated(op: str, gate: Tensor, up: Tensor) -> None:
+    """Hold gate and up to one shape and one device."""
+    check_tensors(op, gate=(gate, "... n"), up=(up, "... n"))
+    check_same_shape(op, gate=gate, up=up)
+
+
+def check_packed(op: str, gate_up: Tensor) -> None:
+    """Hold the last axis to two halves."""
+    check_tensors(op, gate_up=(gate_up, "... 2n"))
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"{op}: the last axis of gate_up must be even, got {gate_up.shape[-1]}")
