@@ -141,28 +141,21 @@ def rope_arguments(
 
 
 def mrope_arguments(
-    draw: Draw, lead: tuple[int, ...], t: int, h: int, hk: int, pairs: int, tail: int = 0
+    draw: Draw, lead: tuple[int, ...], t: int, h: int, hk: int, tail: int = 0
 ) -> dict[str, Tensor]:
-    made = rope_arguments(draw, lead, t, h, hk, pairs, tail)
-    angle = draw.normal(3, *lead, t, 2 * pairs)
+    made = rope_arguments(draw, lead, t, h, hk, sum(SECTIONS), tail)
+    angle = draw.normal(3, *lead, t, 2 * sum(SECTIONS))
     return {"q": made["q"], "k": made["k"], "cos": angle.cos(), "sin": angle.sin()}
 
 
-def sections_of(cos: Tensor) -> tuple[int, int, int]:
-    """Some sections for a table of cosines."""
-    half = cos.shape[-1] // 2
-    return 1, (half - 1) // 2, half - 1 - (half - 1) // 2
-
-
-def mrope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return liger_fn.mrope(q, k, cos, sin, sections_of(cos))
+SECTIONS = (1, 1, 2)
 
 
 def mrope_oracle(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    time, height, _ = sections_of(cos)
-    column = torch.arange(cos.shape[-1] // 2, device=cos.device).repeat(2)
-    kind = (column >= time).long() + (column >= time + height).long()
-    at = kind.expand(1, *cos.shape[1:])
+    kind = torch.arange(3, device=cos.device).repeat_interleave(
+        torch.tensor(SECTIONS, device=cos.device), output_size=4
+    )
+    at = kind.repeat(2).expand(1, *cos.shape[1:])
     return rope_oracle(q, k, cos.gather(0, at)[0], sin.gather(0, at)[0], pairs=False)
 
 
@@ -355,9 +348,9 @@ ROWS = [
     Row("rope-interleaved-partial", bound(liger_fn.rope, layout="interleaved"),
         bound(rope_oracle, pairs=True), rope_arguments, ("q", "k", "cos", "sin"),
         {"lead": (2,), "t": 4, "h": 3, "hk": 1, "pairs": 2, "tail": 4, "own": "own"}, TABLES),
-    Row("mrope", mrope, mrope_oracle, mrope_arguments, ("q", "k", "cos", "sin"),
-        {"lead": (2,), "t": 3, "h": 2, "hk": 1, "pairs": 4},
-        {name: TABLES[name] for name in ("lead", "t", "h", "hk", "pairs", "tail")}),
+    Row("mrope", bound(liger_fn.mrope, sections=SECTIONS), mrope_oracle, mrope_arguments,
+        ("q", "k", "cos", "sin"), {"lead": (2,), "t": 3, "h": 2, "hk": 1},
+        {name: TABLES[name] for name in ("lead", "t", "h", "hk", "tail")}),
     Row("cross_entropy", ce, first(ce_oracle), logits_and_targets, ("logits",),
         {**CE_SIZES, "full": False}, {**LOGITS, "full": [False]}, plain=plain_ce,
         bench=Bench(elements(1, 3), "read logits; backward reads them again, writes their gradient",

@@ -91,7 +91,7 @@ def _act(g, ACT: tl.constexpr):
     if ACT == "silu":
         y = g * tl.sigmoid(g)
     elif ACT == "relu2":
-        y = tl.maximum(g, 0.0) * tl.maximum(g, 0.0)
+        y = tl.where(g < 0.0, 0.0, g * g)  # NaN stays NaN
     elif ACT == "gelu_none":
         y = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
     else:
@@ -105,7 +105,7 @@ def _act_slope(g, ACT: tl.constexpr):
         s = tl.sigmoid(g)
         y = s * (1.0 + g * (1.0 - s))
     elif ACT == "relu2":
-        y = 2.0 * tl.maximum(g, 0.0)
+        y = tl.where(g < 0.0, 0.0, 2.0 * g)
     elif ACT == "gelu_none":
         cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
         y = cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327

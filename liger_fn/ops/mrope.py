@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_fn._check import check_same_shape, check_tensors
-from liger_fn.ops.rope import rope
+from liger_fn.ops.rope import check_turn, turned
 
 
 def mrope(
@@ -43,8 +42,7 @@ def mrope(
     References:
         Wang et al., "Qwen2-VL", 2024, arXiv:2409.12191.
     """
-    check_tensors("mrope", cos=(cos, "... t r"), sin=(sin, "... t r"))
-    check_same_shape("mrope", cos=cos, sin=sin)
+    check_turn("mrope", q, k, cos, sin, tables=1)
     r = cos.shape[-1]
     if cos.dim() < 3 or cos.shape[0] != 3:
         raise ValueError(f"mrope: cos must have shape (3, ..., t, r), got {tuple(cos.shape)}")
@@ -58,4 +56,4 @@ def mrope(
         parts = table.split([*sections, *sections], -1)
         return torch.cat([part[i % 3] for i, part in enumerate(parts)], -1)
 
-    return rope(q, k, chosen(cos), chosen(sin))
+    return turned(q, k, chosen(cos), chosen(sin), "half")

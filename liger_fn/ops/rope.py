@@ -221,6 +221,31 @@ _rope = custom_vjp(
 )
 
 
+def check_turn(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, tables: int = 0) -> None:
+    """Hold heads and cosines together; the first axes of cos may count `tables`."""
+    check_tensors(
+        op, q=(q, "... h t k"), k=(k, "... hk t k"), cos=(cos, "... t r"), sin=(sin, "... t r")
+    )
+    check_same_shape(op, cos=cos, sin=sin)
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(
+            f"{op}: leading axes are {tuple(k.shape[:-3])} in k but {tuple(q.shape[:-3])} in q"
+        )
+    lead, own, r = q.shape[:-3], tuple(cos.shape[tables:-2]), cos.shape[-1]
+    if r % 2 or r > q.shape[-1]:
+        raise ValueError(f"{op}: axis r of cos must be even and at most {q.shape[-1]}, got {r}")
+    full = (1,) * (len(lead) - len(own)) + own
+    if len(own) > len(lead) or any(n not in (1, size) for n, size in zip(full, lead, strict=True)):
+        raise ValueError(f"{op}: leading axes of cos must broadcast to {tuple(lead)}, got {own}")
+
+
+def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Call the rule with as many axes in the tables as it wants."""
+    ones = (1,) * (q.dim() - 1 - cos.dim())
+    cos, sin = (c.reshape(*ones, *c.shape) for c in (cos, sin))
+    return _rope(q, k, cos, sin, layout=layout)
+
+
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half"
 ) -> tuple[Tensor, Tensor]:
@@ -255,24 +280,6 @@ def rope(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
         arXiv:2104.09864.
     """
-    check_tensors(
-        "rope", q=(q, "... h t k"), k=(k, "... hk t k"), cos=(cos, "... t r"), sin=(sin, "... t r")
-    )
+    check_turn("rope", q, k, cos, sin)
     check_choice("rope", "layout", layout, ("half", "interleaved"))
-    check_same_shape("rope", cos=cos, sin=sin)
-    if q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(
-            f"rope: leading axes are {tuple(k.shape[:-3])} in k but {tuple(q.shape[:-3])} in q"
-        )
-    lead, own, r = q.shape[:-3], tuple(cos.shape[:-2]), cos.shape[-1]
-    if r % 2 or r > q.shape[-1]:
-        raise ValueError(f"rope: axis r of cos must be even and at most {q.shape[-1]}, got {r}")
-    own = (1,) * (len(lead) - len(own)) + own
-    if len(own) > len(lead) or any(n not in (1, size) for n, size in zip(own, lead, strict=True)):
-        raise ValueError(
-            f"rope: leading axes of cos must broadcast to {tuple(lead)}, "
-            f"got {tuple(cos.shape[:-2])}"
-        )
-    return _rope(
-        q, k, cos.reshape(*own, *cos.shape[-2:]), sin.reshape(*own, *sin.shape[-2:]), layout=layout
-    )
+    return turned(q, k, cos, sin, layout)
