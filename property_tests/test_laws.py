@@ -30,9 +30,8 @@ from property_tests.strategies import (
 )
 from tests import table
 from tests.conftest import DEVICE
-from tests.table import ROWS, Row, ce_oracle
-from tests.test_transforms import bind
-from tests.tolerance import cotangents, pure_results, results, same_bits, ulp
+from tests.table import ROWS, Row, bind, ce_oracle
+from tests.tolerance import cotangents, error, pure_results, results, same_bits, slack
 
 LEADS, WIDTHS = st.sampled_from(table.LEADS), st.sampled_from(table.WIDTHS)
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
@@ -83,24 +82,6 @@ NEIGHBOURS = 32
 
 def plain_of(row: Row) -> F:
     return row.plain or row.oracle
-
-
-def bounded(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """In float64, with all that overflows `dtype` one step beyond its largest number."""
-    top = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)
-    beyond = (top + ulp(top, dtype)).item()
-    return t.double().clamp(-beyond, beyond)
-
-
-def error(got: Tensor, exact: Tensor) -> float:
-    far = (bounded(got, got.dtype) - bounded(exact, got.dtype)).abs()
-    return far.nan_to_num(nan=math.inf).amax().item() if far.numel() else 0.0
-
-
-def slack(got: Tensor, exact: Tensor) -> float:
-    """One ulp of the largest entry."""
-    exact = bounded(exact, got.dtype).abs()
-    return ulp(exact.amax(), got.dtype).item() if exact.numel() else 0.0
 
 
 def exactly(row: Row, args: dict[str, Tensor], dys: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

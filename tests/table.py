@@ -79,6 +79,15 @@ class Row:
         return {name: t.to(device) for name, t in made.items()}
 
 
+def bind(fn: Function, row: Row, args: dict[str, Tensor]) -> Function:
+    """fn as a function of its differentiable arguments alone."""
+
+    def f(*d: Tensor) -> Any:
+        return fn(*{**args, **dict(zip(row.differentiable, d, strict=True))}.values())
+
+    return f
+
+
 # -- oracles and arguments -------------------------------------------------------------------------
 
 

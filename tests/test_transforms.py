@@ -19,20 +19,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.table import ROWS, Row
+from tests.table import ROWS, Row, bind
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 pytestmark = every_row
 F = Callable[..., Any]
-
-
-def bind(fn: F, row: Row, args: dict[str, Tensor]) -> F:
-    """fn as a function of its differentiable arguments alone."""
-
-    def f(*d: Tensor) -> Any:
-        return fn(*{**args, **dict(zip(row.differentiable, d, strict=True))}.values())
-
-    return f
 
 
 def point(row: Row, args: dict[str, Tensor], *, leaf: bool = False) -> tuple[Tensor, ...]:

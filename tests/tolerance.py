@@ -7,6 +7,7 @@ strides are tested in float64, against a bound that no rounding reaches and no w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,25 @@ def ulp(at: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(at.double().abs().clamp(min=info.smallest_normal))
     return torch.ldexp(torch.full_like(at, info.eps, dtype=torch.float64), exponent - 1)
+
+
+def bounded(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """In float64, with all that overflows `dtype` one step beyond its largest number."""
+    top = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)
+    beyond = (top + ulp(top, dtype)).item()
+    return t.double().clamp(-beyond, beyond)
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    """The largest distance to the oracle, in float64."""
+    far = (bounded(got, got.dtype) - bounded(exact, got.dtype)).abs()
+    return far.nan_to_num(nan=math.inf).amax().item() if far.numel() else 0.0
+
+
+def slack(got: Tensor, exact: Tensor) -> float:
+    """One ulp of the largest entry."""
+    exact = bounded(exact, got.dtype).abs()
+    return ulp(exact.amax(), got.dtype).item() if exact.numel() else 0.0
 
 
 def assert_within_ulps(got: Tensor, wanted: Tensor, ulps: int, *, of: torch.dtype) -> None:
