@@ -9,6 +9,7 @@ from liger_fn.ops.fused_linear_ce import fused_linear_ce as fused_linear_ce
 from liger_fn.ops.fused_linear_ce import fused_linear_ce_with_stats as fused_linear_ce_with_stats
 from liger_fn.ops.geglu import geglu as geglu
 from liger_fn.ops.geglu import geglu_packed as geglu_packed
+from liger_fn.ops.layer_norm import layer_norm as layer_norm
 from liger_fn.ops.mrope import mrope as mrope
 from liger_fn.ops.relu2 import relu2 as relu2
 from liger_fn.ops.rms_norm import rms_norm as rms_norm
@@ -25,6 +26,7 @@ __all__ = [
     "fused_linear_ce_with_stats",
     "geglu",
     "geglu_packed",
+    "layer_norm",
     "mrope",
     "relu2",
     "rms_norm",
