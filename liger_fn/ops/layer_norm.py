@@ -148,13 +148,12 @@ def _bwd_kernel(
 def _fwd_triton(
     x: Tensor, w: Tensor | None, b: Tensor | None, *, eps: float, groups: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    n = x.shape[-1]
-    rows, w, b = rows_of(x, n).contiguous(), by_group(w, groups), by_group(b, groups)
+    n, y = x.shape[-1], x.new_empty(x.shape)
     mean = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
-    y, rstd = x.new_empty(x.shape), torch.empty_like(mean)
+    rstd, m = torch.empty_like(mean), mean.numel()
     launch(
-        _fwd_kernel, (rows.shape[0],), rows, w, b, y, mean, rstd, n, rows.shape[0] // (groups or 1),
-        EPS=eps, **row_tile(n),
+        _fwd_kernel, (m,), x.contiguous(), by_group(w, groups), by_group(b, groups), y, mean, rstd,
+        n, m // (groups or 1), EPS=eps, **row_tile(n),
     )  # fmt: skip
     return y, mean, rstd
 
@@ -163,20 +162,20 @@ def _bwd_triton(
     dy: Tensor, x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, rstd: Tensor, *,
     eps: float, wanted: tuple[bool, ...], groups: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    n, tile = x.shape[-1], row_tile(x.shape[-1])
-    rows, dy, gain = rows_of(x, n).contiguous(), dy.contiguous(), by_group(w, groups)
-    mean, rstd = mean.contiguous(), rstd.contiguous()
-    g, m = groups or 1, rows.shape[0] // (groups or 1)
+    n, g, tile = x.shape[-1], groups or 1, row_tile(x.shape[-1])
+    rows = (
+        dy.contiguous(), x.contiguous(), by_group(w, groups), mean.contiguous(), rstd.contiguous(),
+    )  # fmt: skip
+    m = mean.numel() // g
     p = strips(m, x.device, 8)
     dx = x.new_empty(x.shape) if wanted[0] else None
     dw, db = (mean.new_empty(g, p, n) if asked else None for asked in wanted[1:])
     c = None
     if wanted[0] and n > tile["BLOCK"]:
         c = mean.new_empty(g * m, 2)
-        launch(_means_kernel, (g * m,), dy, rows, gain, mean, rstd, c, n, m, **tile)
+        launch(_means_kernel, (g * m,), *rows, c, n, m, **tile)
     launch(
-        _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), dy, rows, gain, mean, rstd, c, dx, dw, db,
-        m, n, **tile,
+        _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), *rows, c, dx, dw, db, m, n, **tile,
     )  # fmt: skip
     return dx, join_strips(dw, w, groups), join_strips(db, b, groups)
 
