@@ -3,6 +3,8 @@
 from liger_fn._launch import using as using
 from liger_fn._vjp import custom_vjp as custom_vjp
 from liger_fn.ops._ce import CEStats as CEStats
+from liger_fn.ops.add_rms_norm import AddNorm as AddNorm
+from liger_fn.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from liger_fn.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_fn.ops.cross_entropy import cross_entropy_with_stats as cross_entropy_with_stats
 from liger_fn.ops.fused_linear_ce import fused_linear_ce as fused_linear_ce
@@ -18,7 +20,9 @@ from liger_fn.ops.swiglu import swiglu as swiglu
 from liger_fn.ops.swiglu import swiglu_packed as swiglu_packed
 
 __all__ = [
+    "AddNorm",
     "CEStats",
+    "add_rms_norm",
     "cross_entropy",
     "cross_entropy_with_stats",
     "custom_vjp",
