@@ -7,6 +7,7 @@ from liger_fn.ops.add_rms_norm import AddNorm as AddNorm
 from liger_fn.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from liger_fn.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_fn.ops.cross_entropy import cross_entropy_with_stats as cross_entropy_with_stats
+from liger_fn.ops.dyt import dyt as dyt
 from liger_fn.ops.fused_linear_ce import fused_linear_ce as fused_linear_ce
 from liger_fn.ops.fused_linear_ce import fused_linear_ce_with_stats as fused_linear_ce_with_stats
 from liger_fn.ops.geglu import geglu as geglu
@@ -26,6 +27,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_with_stats",
     "custom_vjp",
+    "dyt",
     "fused_linear_ce",
     "fused_linear_ce_with_stats",
     "geglu",
