@@ -12,6 +12,7 @@ from liger_fn.ops.fused_linear_ce import fused_linear_ce as fused_linear_ce
 from liger_fn.ops.fused_linear_ce import fused_linear_ce_with_stats as fused_linear_ce_with_stats
 from liger_fn.ops.geglu import geglu as geglu
 from liger_fn.ops.geglu import geglu_packed as geglu_packed
+from liger_fn.ops.group_norm import group_norm as group_norm
 from liger_fn.ops.layer_norm import layer_norm as layer_norm
 from liger_fn.ops.mrope import mrope as mrope
 from liger_fn.ops.relu2 import relu2 as relu2
@@ -32,6 +33,7 @@ __all__ = [
     "fused_linear_ce_with_stats",
     "geglu",
     "geglu_packed",
+    "group_norm",
     "layer_norm",
     "mrope",
     "relu2",

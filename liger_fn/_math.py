@@ -27,6 +27,15 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
+def normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows shifted and scaled to mean 0 and variance 1; mean and 1 / deviation (..., 1)."""
+    mean = x.mean(-1, keepdim=True)
+    mean = mean + (x - mean).mean(-1, keepdim=True)  # what rounding took from a large mean
+    d = x - mean
+    rstd = torch.rsqrt((d * d).mean(-1, keepdim=True) + eps)
+    return d * rstd, mean, rstd
+
+
 @triton.jit
 def up(x):
     """Widen to the type of statistics: float64 stays, everything else becomes float32."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from liger_fn._check import check_tensors
 from liger_fn._launch import by_group, join_strips, launch, row_tile, rows_of, strips, tl, triton
-from liger_fn._math import cast, moments, up, wide
+from liger_fn._math import cast, moments, normalised, up, wide
 from liger_fn._vjp import custom_vjp
 
 # -- reference -------------------------------------------------------------------------------------
@@ -29,12 +29,7 @@ from liger_fn._vjp import custom_vjp
 def _fwd_ref(
     x: Tensor, w: Tensor | None, b: Tensor | None, *, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    h = wide(x)
-    mean = h.mean(-1, keepdim=True)
-    mean = mean + (h - mean).mean(-1, keepdim=True)  # what rounding took from a large mean
-    y = h - mean
-    rstd = torch.rsqrt((y * y).mean(-1, keepdim=True) + eps)
-    y = y * rstd
+    y, mean, rstd = normalised(wide(x), eps)
     if w is not None:
         y = y * w.to(y.dtype)
     if b is not None:
