@@ -3,12 +3,17 @@
 from liger_fn._launch import using as using
 from liger_fn._vjp import custom_vjp as custom_vjp
 from liger_fn.ops._ce import CEStats as CEStats
+from liger_fn.ops.add_rms_norm import AddNorm as AddNorm
+from liger_fn.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from liger_fn.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_fn.ops.cross_entropy import cross_entropy_with_stats as cross_entropy_with_stats
+from liger_fn.ops.dyt import dyt as dyt
 from liger_fn.ops.fused_linear_ce import fused_linear_ce as fused_linear_ce
 from liger_fn.ops.fused_linear_ce import fused_linear_ce_with_stats as fused_linear_ce_with_stats
 from liger_fn.ops.geglu import geglu as geglu
 from liger_fn.ops.geglu import geglu_packed as geglu_packed
+from liger_fn.ops.group_norm import group_norm as group_norm
+from liger_fn.ops.layer_norm import layer_norm as layer_norm
 from liger_fn.ops.mrope import mrope as mrope
 from liger_fn.ops.relu2 import relu2 as relu2
 from liger_fn.ops.rms_norm import rms_norm as rms_norm
@@ -17,14 +22,19 @@ from liger_fn.ops.swiglu import swiglu as swiglu
 from liger_fn.ops.swiglu import swiglu_packed as swiglu_packed
 
 __all__ = [
+    "AddNorm",
     "CEStats",
+    "add_rms_norm",
     "cross_entropy",
     "cross_entropy_with_stats",
     "custom_vjp",
+    "dyt",
     "fused_linear_ce",
     "fused_linear_ce_with_stats",
     "geglu",
     "geglu_packed",
+    "group_norm",
+    "layer_norm",
     "mrope",
     "relu2",
     "rms_norm",

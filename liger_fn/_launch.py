@@ -120,3 +120,15 @@ def rows_of(t: Tensor, n: int) -> Tensor:
 
 def contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
+
+
+def by_group(w: Tensor | None, groups: int | None) -> Tensor | None:
+    """One row (n,) of a shared argument for each group of rows, (g, n)."""
+    return None if w is None else w.expand(groups or 1, w.shape[-1]).contiguous()
+
+
+def join_strips(parts: Tensor | None, w: Tensor | None, groups: int | None) -> Tensor | None:
+    """The gradient of w from the sums (g, p, n) of p strips in each group; no w, no gradient."""
+    if parts is None or w is None:
+        return None
+    return (parts.sum(1) if groups else parts[0].sum(0)).to(w.dtype)

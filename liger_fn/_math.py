@@ -22,6 +22,20 @@ def wide(t: Tensor | torch.dtype) -> Tensor | torch.dtype:
     return t if t.dtype == torch.float64 else t.float()
 
 
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch 2.11 compiles a cast to the same dtype at the end of a Function into a gradient of zero
+    return t if t.dtype == dtype else t.to(dtype)
+
+
+def normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows shifted and scaled to mean 0 and variance 1; mean and 1 / deviation (..., 1)."""
+    mean = x.mean(-1, keepdim=True)
+    mean = mean + (x - mean).mean(-1, keepdim=True)  # what rounding took from a large mean
+    d = x - mean
+    rstd = torch.rsqrt((d * d).mean(-1, keepdim=True) + eps)
+    return d * rstd, mean, rstd
+
+
 @triton.jit
 def up(x):
     """Widen to the type of statistics: float64 stays, everything else becomes float32."""
@@ -45,6 +59,30 @@ def tanh(x):
 def rounded(x, dtype: tl.constexpr):
     """Round to a type and widen again."""
     return up(x.to(dtype))
+
+
+@triton.jit
+def moments(x_ptr, n, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    """Mean and variance of a row, and its last block, which registers still hold.
+
+    Squares of deviations, block by block; blocks join after Chan, Golub and LeVeque, 1979.
+    """
+    col = tl.arange(0, BLOCK)
+    x = tl.zeros((BLOCK,), dtype)
+    mean = tl.full((), 0.0, dtype)
+    squares = tl.full((), 0.0, dtype)
+    for k in range(0, n, BLOCK):
+        mask = k + col < n
+        x = up(tl.load(x_ptr + k + col, mask, other=0.0))
+        size = tl.full((), tl.minimum(n - k, BLOCK), dtype)
+        share = size / (k + size)
+        own = tl.sum(x) / size
+        own += tl.sum(tl.where(mask, x - own, 0.0)) / size  # what rounding took from a large mean
+        d = tl.where(mask, x - own, 0.0)  # after the subtraction: padding deviates by -mean
+        ahead = own - mean
+        mean += ahead * share
+        squares += tl.sum(d * d) + ahead * (k * share) * ahead  # the square alone may overflow
+    return x, mean, squares / n
 
 
 @triton.jit

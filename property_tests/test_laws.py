@@ -247,6 +247,62 @@ def test_rms_norm_follows_a_permutation_of_rows(backend: str, data: st.DataObjec
     close((dw_at,), (dw,))
 
 
+# -- add_rms_norm, layer_norm, group_norm, dyt -----------------------------------------------------
+
+
+@drawn
+def test_add_rms_norm_is_rms_norm_of_the_sum_bit_for_bit(backend: str, data: st.DataObject) -> None:
+    args, casting = data.draw(values(BY_ID["add_rms_norm"], SCALES)), data.draw(CASTINGS)
+    x, residual, w = (
+        laid_out(data.draw, args[name].to(DEVICE, data.draw(st.sampled_from(DTYPES))))
+        for name in ("x", "residual", "w")
+    )
+    s = x + residual
+    got = liger_fn.add_rms_norm(x, residual, w, offset=1.0, casting=casting)
+    same(got, (liger_fn.rms_norm(s, w, offset=1.0, casting=casting), s))
+
+
+@drawn
+def test_layer_norm_sees_neither_shift_nor_scale_of_a_row(
+    backend: str, data: st.DataObject
+) -> None:
+    x = data.draw(values(BY_ID["layer_norm"]))["x"].to(DEVICE)
+    x[..., 0] += 9.0  # no row is constant
+    shift, scale = data.draw(alike(x[..., :1]))[0], 2.0 ** data.draw(st.integers(-20, 20))
+
+    def of(x: Tensor) -> tuple[Tensor, Tensor]:
+        ys, dxs = results(lambda x: liger_fn.layer_norm(x, None, None, 0.0), (x,))
+        return *ys, *dxs
+
+    (y, dx), (y_k, dx_k) = of(x), of(x * scale)
+    same((y_k, dx_k * scale), (y, dx))
+    moved = liger_fn.layer_norm(x + shift, None, None, 0.0)
+    assert (moved - y).abs().le(1e-9).all()
+    close((dx.sum(-1), (dx * x).sum(-1)), (torch.zeros_like(dx[..., 0]),) * 2)
+
+
+@drawn
+def test_group_norm_is_layer_norm_of_each_group_bit_for_bit(
+    backend: str, data: st.DataObject
+) -> None:
+    x = data.draw(values(BY_ID["group_norm"], SCALES))["x"].to(
+        DEVICE, data.draw(st.sampled_from(DTYPES))
+    )
+    x, groups = laid_out(data.draw, x), data.draw(st.sampled_from([1, 2, x.shape[1]]))
+    rows = x.reshape(x.shape[0], groups, x.shape[1:].numel() // groups)
+    y = liger_fn.group_norm(x, None, None, groups)
+    same((y,), (liger_fn.layer_norm(rows, None, None).reshape(x.shape),))
+
+
+@drawn
+def test_dyt_is_odd_in_x_and_in_alpha(backend: str, data: st.DataObject) -> None:
+    x, alpha, w, _ = (
+        t.to(DEVICE) for t in data.draw(layouts(*data.draw(values(BY_ID["dyt"])).values()))
+    )
+    y = liger_fn.dyt(x, alpha, w, None)
+    close((liger_fn.dyt(-x, alpha, w, None), liger_fn.dyt(x, -alpha, w, None)), (-y, -y))
+
+
 # -- swiglu ----------------------------------------------------------------------------------------
 
 

@@ -109,6 +109,43 @@ def rows_and_gain(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor
     return {"x": draw.normal(*lead, n), "w": draw.normal(n)}
 
 
+def add_rms_norm(
+    x: Tensor, residual: Tensor, w: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    return rms_norm(x + residual, w, eps), x + residual
+
+
+def terms_and_gain(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return {"x": draw.normal(*lead, n), "residual": draw.normal(*lead, n), "w": draw.normal(n)}
+
+
+def terms(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return {"x": draw.normal(*lead, n), "residual": draw.normal(*lead, n)}
+
+
+def layer_norm(x: Tensor, w: Tensor | float, b: Tensor, eps: float) -> Tensor:
+    # from the paper: torch 2.13 gives F.layer_norm wrong second derivatives in x and w together
+    d = x - x.mean(-1, keepdim=True)
+    return d / (d.square().mean(-1, keepdim=True) + eps).sqrt() * w + b
+
+
+def rows_gain_and_bias(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return {**rows_and_gain(draw, lead, n), "b": draw.normal(n)}
+
+
+def group_norm(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> Tensor:
+    rows = x.reshape(x.shape[0], groups, x.shape[1:].numel() // groups)
+    y = layer_norm(rows, 1.0, torch.zeros_like(b[0]), eps).reshape(x.shape)
+    each = (-1, *(1,) * (x.dim() - 2))
+    return y * w.reshape(each) + b.reshape(each)
+
+
+def images(draw: Draw, b: int, per_group: int, at: tuple[int, ...]) -> dict[str, Tensor]:
+    """Two groups of channels, of the positions `at`."""
+    c = 2 * per_group
+    return {"x": draw.normal(b, c, *at), "w": draw.normal(c), "b": draw.normal(c)}
+
+
 def swiglu_packed(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
@@ -280,6 +317,7 @@ LOSS_LEADS = [(1,), (), (5,), (2, 1)]  # a mean over no rows is 0 here, NaN in t
 WIDTHS = [*range(1, 10), 15, 16, 17, 33, 40]
 COLUMNS = [*range(1, 10), 16, 17, 33]
 ROWS_OF = {"lead": LEADS, "n": WIDTHS}
+CENTRED = {"lead": LEADS, "n": COLUMNS[1:]}  # of one column nothing is left but rounding
 TABLES = {
     "lead": [(), (2,), (1, 2), (0,)], "t": range(4), "h": range(1, 4), "hk": range(1, 4),
     "pairs": range(1, 5), "tail": range(4), "own": ["shared", "own", "ones"],
@@ -328,6 +366,32 @@ ROWS = [
     Row("rms_norm-no-gain", lambda x: liger_fn.rms_norm(x, None, 0.1, casting="none"),
         lambda x: rms_norm(x, None, 0.1), rows, ("x",), {"lead": (3,), "n": 5}, ROWS_OF,
         plain=rms_norm_step_by_step),
+    Row("add_rms_norm", bound(liger_fn.add_rms_norm, eps=1e-3), bound(add_rms_norm, eps=1e-3),
+        terms_and_gain, ("x", "residual", "w"), {"lead": (2, 3), "n": 5}, ROWS_OF,
+        bench=Bench(elements(4, 9), "read x and residual, write y and the sum; backward reads dy, "
+                    "ds and the sum, writes dx and dresidual", ROW_SHAPES,
+                    [{"lead": (1024,), "n": 1024}])),
+    Row("add_rms_norm-gemma",
+        lambda x, r: liger_fn.add_rms_norm(x, r, None, 0.1, offset=1.0, casting="gemma"),
+        bound(add_rms_norm, w=None, eps=0.1), terms, ("x", "residual"), {"lead": (3,), "n": 6},
+        ROWS_OF, block=4),
+    Row("layer_norm", bound(liger_fn.layer_norm, eps=1e-3), bound(layer_norm, eps=1e-3),
+        rows_gain_and_bias, ("x", "w", "b"), {"lead": (2, 3), "n": 5}, CENTRED,
+        plain=lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-3),
+        bench=Bench(elements(2, 5), "read x, write y; backward reads x and dy, writes dx",
+                    ROW_SHAPES, [{"lead": (1024,), "n": 1024}], host={"lead": (8,), "n": 64})),
+    Row("layer_norm-no-gain", lambda x, b: liger_fn.layer_norm(x, None, b, 0.1),
+        lambda x, b: layer_norm(x, 1.0, b, 0.1),
+        lambda draw, lead, n: {"x": draw.normal(*lead, n), "b": draw.normal(n)}, ("x", "b"),
+        {"lead": (3,), "n": 6}, CENTRED, block=4),
+    Row("group_norm", bound(liger_fn.group_norm, groups=2, eps=0.1),
+        bound(group_norm, groups=2, eps=0.1), images, ("x", "w", "b"),
+        {"b": 2, "per_group": 2, "at": (2, 1)},
+        {"b": range(4), "per_group": range(1, 4), "at": [(2,), (7,), (3, 2), (17,), (1, 2, 3)]}),
+    Row("dyt", liger_fn.dyt, lambda x, alpha, w, b: torch.tanh(alpha * x) * w + b,
+        lambda draw, lead, n: {"x": draw.normal(*lead, n), "alpha": draw.normal(1),
+                               "w": draw.normal(n), "b": draw.normal(n)},
+        ("x", "alpha", "w", "b"), {"lead": (2, 2), "n": 3}, ROWS_OF),
     Row("swiglu", liger_fn.swiglu, lambda gate, up: F.silu(gate) * up, halves, ("gate", "up"),
         {"lead": (2, 3), "n": 5}, ROWS_OF,
         bench=Bench(elements(3, 8), GATED, [{"lead": (16384,), "n": 14336}],
