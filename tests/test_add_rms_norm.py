@@ -153,10 +153,22 @@ def test_each_output_alone_pulls_back_what_it_should(backend, device):
             torch.testing.assert_close(got, e, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_of_the_two_terms_are_equal_and_apart(backend, device):
-    _, (dx, dresidual, _) = results(ours(), arguments(4, 7, device=device))
-    assert same_bits(dx, dresidual)
-    assert home(dx) != home(dresidual)
+def test_gradients_of_the_two_terms_are_one_tensor_but_apart_in_leaves(backend, device):
+    args = arguments(4, 7, device=device)
+    _, (dx, dresidual, _) = results(ours(), args)
+    assert home(dx) == home(dresidual)
+    x, residual, w = (t.clone().requires_grad_() for t in args)
+    ours()(x, residual, w)[0].sum().backward()
+    assert same_bits(x.grad, residual.grad)
+    assert home(x.grad) != home(residual.grad)
+
+
+def test_of_the_terms_and_their_sum_backward_keeps_the_sum_alone(backend, device):
+    kept: list[Tensor] = []
+    x, residual, w = (t.requires_grad_() for t in arguments(4, 7, device=device))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        _, s = ours()(x, residual, w)
+    assert {home(t) for t in kept} & {home(t) for t in (x, residual, s)} == {home(s)}
 
 
 def test_each_subset_of_gradients_holds_the_same_numbers(backend, device):

@@ -38,7 +38,7 @@ def custom_vjp(
     bwd: Mapping[Backend, Rule],
     differentiable: Sequence[str],
     rows: Sequence[str] = (),
-    outputs: int = 1,
+    outputs: int | Sequence[str] = 1,
     grouped: bool = False,
     opaque: bool = False,
     fake: Rule | None = None,
@@ -55,7 +55,11 @@ def custom_vjp(
     Every output and residual is a fresh tensor. A cotangent that arrives as None is zero. `wanted`
     is a tuple of bools, one per differentiable argument: where it is False the rule returns None
     and should do no work. A forward rule that names `wanted` among its options is told as well;
-    what its residuals then leave out, bwd must recompute when it is wanted after all. The reference
+    what its residuals then leave out, bwd must recompute when it is wanted after all.
+
+    What bwd does not name among its tensors is not kept for it, and what `outputs` names may stand
+    behind them: a softmax keeps its result, not its argument. A bwd that does without some argument
+    is given residuals of None where it is differentiated, and finds them itself. The reference
     must be plain torch: forward mode and higher derivatives differentiate it. End it in an
     operation of its own: torch 2.11 compiles a Function that ends in a cast to the same dtype
     into a gradient of zero.
@@ -67,7 +71,7 @@ def custom_vjp(
         differentiable: names of the arguments that have cotangents.
         rows: names of the arguments whose leading axes are free; outputs, residuals and cotangents
             of outputs share those axes. vmap over these alone needs no further rule.
-        outputs: how many results of fwd are public; the others are residuals.
+        outputs: how many results of fwd are public, or their names; the others are residuals.
         grouped: the triton rules take `groups: int`; then every row argument is a stack of that
             many groups, a shared argument may have a leading axis of that size, and cotangents of
             shared arguments come one per group.
@@ -104,6 +108,6 @@ def custom_vjp(
                 out = forward(backend, (), shared, wanted, *values, *tensors)
             else:
                 out = op.run_fwd(backend, (), shared, wanted, values, tensors)
-        return out[0] if outputs == 1 else tuple(out[:outputs])
+        return out[0] if op.outputs == 1 else tuple(out[: op.outputs])
 
     return call

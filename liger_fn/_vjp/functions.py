@@ -52,7 +52,7 @@ def _one_more_axis(
 def _pullback_function(op: Op) -> Callable[..., tuple[Tensor, ...]]:
     """Cotangents, tensors and residuals to wanted cotangents; differentiated by the reference."""
     lead, split = _splitter(op)
-    given = op.outputs + len(op.names)
+    given = op.given
 
     class Pullback(Function):
         @staticmethod
@@ -93,7 +93,7 @@ def _pullback_function(op: Op) -> Callable[..., tuple[Tensor, ...]]:
 
 def _pull_back(op: Op, pullback: Callable) -> Callable[..., Sequence[Tensor]]:
     """The pullback as backward calls it, outside of torch.compile."""
-    given = op.outputs + len(op.names)
+    given = op.given
 
     def pull_back(
         backend: Backend, groups: tuple, marks: tuple, wanted: tuple, values: tuple, ct: tuple,
@@ -107,7 +107,7 @@ def _pull_back(op: Op, pullback: Callable) -> Callable[..., Sequence[Tensor]]:
                 return out
         if batched or plain():
             rule = op.reference_pullback(groups, marks[:given], wanted, values)
-            return rule(*ct, *saved[: len(op.names)])
+            return rule(*ct, *saved[: given - op.outputs])
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return pullback(backend, groups, marks, wanted, *values, *ct, *saved)
         return op.run_bwd(backend, groups, marks, wanted, values, (*ct, *saved))
@@ -118,7 +118,8 @@ def _pull_back(op: Op, pullback: Callable) -> Callable[..., Sequence[Tensor]]:
 def _forward_function(op: Op, pullback: Callable) -> Callable[..., tuple[Tensor, ...]]:
     """Tensors to outputs and residuals. What Dynamo traces here closes over no object of ours."""
     lead, split = _splitter(op)
-    n, c, slots, residuals = len(op.names), op.outputs, tuple(op.slots), op.residuals
+    n, c, slots = len(op.names), op.outputs, tuple(op.slots)
+    args, results = tuple(op.args), tuple(op.results)
     traced_fwd = _make_traced(op, op.fwd_op, op.fwd["reference"], op.tells_fwd)
     traced_bwd = _make_traced(op, op.bwd_op, op.bwd["reference"], True)
     pull_back = _pull_back(op, pullback)
@@ -138,7 +139,8 @@ def _forward_function(op: Op, pullback: Callable) -> Callable[..., tuple[Tensor,
             ctx.mark_non_differentiable(
                 *(t for i, t in enumerate(output) if i >= c or not t.is_floating_point())
             )
-            ctx.save_for_backward(*inputs[lead:], *output[c:])
+            taken = [inputs[lead + i] for i in args]
+            ctx.save_for_backward(*taken, *(output[i] for i in results))
 
         @staticmethod
         def backward(ctx: Any, *ct: Maybe) -> tuple[Maybe, ...]:
@@ -149,7 +151,8 @@ def _forward_function(op: Op, pullback: Callable) -> Callable[..., tuple[Tensor,
             if all(d is None for d in ct) or not any(wanted):
                 return tuple(out)
             saved = ctx.saved_tensors
-            marks = (bool(groups),) * c + tuple(mapped) + (bool(groups),) * residuals
+            own = bool(groups)  # results have the axes of all groups
+            marks = (own,) * c + tuple(mapped[i] for i in args) + (own,) * len(results)
             grads: Sequence[Tensor]
             if torch.compiler.is_compiling():  # Dynamo does not trace a nested apply
                 grads = traced_bwd(backend, marks, wanted, values, (*ct, *saved))

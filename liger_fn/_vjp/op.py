@@ -43,7 +43,7 @@ class Op:
     bwd: Mapping[Backend, Rule]
     differentiable: Sequence[str]
     row_names: Sequence[str]
-    outputs: int
+    output_names: int | Sequence[str]
     grouped: bool
     opaque: bool
     fake: Rule | None
@@ -62,11 +62,21 @@ class Op:
         self.options = list(options)
         self.slots = [self.names.index(d) for d in self.differentiable]
         self.rows = [n in self.row_names for n in self.names]
+        named = self.output_names
+        names = [""] * named if isinstance(named, int) else list(named)
+        self.outputs = len(names)
         pullback = inspect.signature(self.bwd["reference"]).parameters.values()
-        positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in pullback)
-        self.residuals = positional - self.outputs - len(self.names)
-        free = [True] * self.outputs + self.rows + [True] * self.residuals
-        self.all_rows = free if self.row_names else [False] * positional
+        taken = [p.name for p in pullback if p.kind is p.POSITIONAL_OR_KEYWORD][self.outputs :]
+        # what bwd takes behind the cotangents: arguments, outputs, then residuals, by their place
+        self.args = [self.names.index(t) for t in taken if t in self.names]
+        outs = [names.index(t) for t in taken if t in names]
+        self.residuals = len(taken) - len(self.args) - len(outs)
+        self.results = [*outs, *range(self.outputs, self.outputs + self.residuals)]
+        self.given = self.outputs + len(self.args) + len(outs)
+        free = (
+            [True] * self.outputs + [self.rows[i] for i in self.args] + [True] * len(self.results)
+        )
+        self.all_rows = free if self.row_names else [False] * len(free)
         self.fwd_op = self._register("fwd", self._fwd_impl, self._fwd_fake, options, 0)
         self.bwd_op = self._register("bwd", self._bwd_impl, self._bwd_fake, options, self.outputs)
         for visible, formula in zip((self.fwd_op, self.bwd_op), self.flops or (), strict=False):
@@ -81,6 +91,9 @@ class Op:
         ct = [f"Tensor? d_{i}" for i in range(n_ct)]
         res = [f"Tensor? r_{i}" for i in range(self.residuals)] if n_ct else []
         tensors = [f"Tensor? {n}" for n in self.names]
+        if n_ct:
+            tensors = [f"Tensor? {self.names[i]}" for i in self.args]
+            tensors += [f"Tensor? y_{i}" for i in self.results if i < self.outputs]
         kw = [f"{_SCHEMA[annotation]} {o}" for o, annotation in options.items()]
         kw += ["str backend", "int[] groups", "bool[] mapped", "bool[] wanted"]
         _LIB.define(f"{name}({', '.join([*ct, *tensors, *res])}, *, {', '.join(kw)}) -> Tensor[]")
@@ -93,7 +106,7 @@ class Op:
         return self._settled(self._call(self._fwd_rule, tensors, **kw), kw)
 
     def _bwd_impl(self, *tensors: Maybe, **kw: Any) -> list[Tensor]:
-        return self._settled(self._call(self._bwd_rule, tensors, **kw), kw)
+        return self._settled(self._call(self._apart_rule, tensors, **kw), kw)
 
     @staticmethod
     def _settled(out: tuple[Tensor, ...], kw: dict[str, Any]) -> list[Tensor]:
@@ -111,17 +124,20 @@ class Op:
             del kw["wanted"]
         return [t for t in self.fake(*tensors, **kw) if t is not None]
 
-    def _bwd_fake(self, *tensors: Maybe, wanted: Sequence[bool], **kw: Any) -> list[Tensor]:
-        primals = tensors[self.outputs : self.outputs + len(self.names)]
-        groups, out = kw["groups"], []
-        for i in itertools.compress(self.slots, wanted):
+    def _bwd_fake(self, *tensors: Maybe, **kw: Any) -> list[Tensor]:
+        if len(self.args) < len(self.names):  # who knows what is not here? the reference
+            kw["backend"] = "reference"
+            return [dense(t) for t in self._call(self._bwd_rule, tensors, **kw)]
+        primals, groups = tensors[self.outputs :], kw["groups"]
+        own = kw["backend"] == "triton" and not groups
+        out = []
+        for i in itertools.compress(self.slots, kw["wanted"]):
             t = primals[i]
             if t is None:  # what is wanted exists
                 continue
             if groups and not kw["mapped"][self.outputs + i]:
                 out.append(t.new_empty((*groups, *t.shape)))
             else:
-                own = kw["backend"] == "triton" and not groups
                 out.append((self.layout or dense)(t) if own else dense(t))
         return out
 
@@ -134,6 +150,18 @@ class Op:
     def _bwd_rule(self, backend: Backend, wanted: Sequence[bool], **options: Any) -> Callable:
         rule = functools.partial(self.bwd[backend], wanted=tuple(wanted), **options)
         return lambda *a, **kw: tuple(itertools.compress(rule(*a, **kw), wanted))
+
+    def _apart_rule(self, *static: Any, **options: Any) -> Callable:
+        """No two results of a registered op are one tensor."""
+        rule = self._bwd_rule(*static, **options)
+
+        def apart(*a: Maybe, **groups: int) -> tuple[Tensor, ...]:
+            out = rule(*a, **groups)
+            return tuple(
+                t.clone() if any(t is u for u in out[:i]) else t for i, t in enumerate(out)
+            )
+
+        return apart
 
     def _call(
         self,
@@ -192,7 +220,11 @@ class Op:
         pull = self._bwd_rule("reference", wanted, **options)
 
         def rule(*a: Maybe) -> tuple[Tensor, ...]:
-            return pull(*a, *forward(*a[self.outputs :])[self.outputs :])
+            if len(self.args) < len(self.names):
+                return pull(*a, *(None,) * self.residuals)
+            return pull(
+                *a, *forward(*a[self.outputs : self.outputs + len(self.names)])[self.outputs :]
+            )
 
         for _ in groups:
             rule = vmap_rule(rule, mapped)

@@ -1,8 +1,8 @@
 """The kernels that rms_norm and add_rms_norm share: they normalise x, or s = x + residual.
 
-A row of s is formed in registers wherever it is needed, so that the sum costs no pass of its own.
-residual_ptr, s_ptr, ds_ptr and dresidual_ptr are None for rms_norm; w_ptr is None without a gain,
-else (groups, n). Formulas and dtypes stand in the files of the two functions.
+The sum costs no pass of its own; backward reads s alone. residual_ptr, s_ptr, ds_ptr and
+dresidual_ptr are None for rms_norm; w_ptr is None without a gain, else (groups, n). Formulas and
+dtypes stand in the files of the two functions.
 """
 
 import torch
@@ -63,9 +63,8 @@ def _fwd_kernel(
 
 @triton.jit
 def _mean_kernel(
-    dy_ptr, x_ptr, residual_ptr, w_ptr, rstd_ptr, c_ptr, n, per_group,
-    OFFSET: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, c_ptr, n, per_group, OFFSET: tl.constexpr, BLOCK: tl.constexpr
+):
     # mean(g * xhat) of a row that is longer than a block
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -76,13 +75,13 @@ def _mean_kernel(
         if w_ptr is not None:
             w = tl.load(w_ptr + row // per_group * n + k + col, mask, other=0.0)
             g *= up(w) + OFFSET
-        total += up(_row(x_ptr, residual_ptr, row * n + k + col, mask)) * g
+        total += up(tl.load(x_ptr + row * n + k + col, mask, other=0.0)) * g
     tl.store(c_ptr + row, tl.sum(total) * tl.load(rstd_ptr + row) / n)
 
 
 @triton.jit
 def _bwd_kernel(
-    dy_ptr, ds_ptr, x_ptr, residual_ptr, w_ptr, rstd_ptr, c_ptr, dx_ptr, dresidual_ptr, dw_ptr,
+    dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, c_ptr, dx_ptr, dresidual_ptr, dw_ptr,
     m, n, OFFSET: tl.constexpr, CASTING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # one strip of the m rows of a group and one block of columns: the sums for dw stay in registers
@@ -97,20 +96,18 @@ def _bwd_kernel(
         row = group * m + i
         at = row * n + col
         rstd = tl.load(rstd_ptr + row)
-        x = _row(x_ptr, residual_ptr, at, mask)
-        xhat = up(x) * rstd
+        xhat = up(tl.load(x_ptr + at, mask, other=0.0)) * rstd
         dy = tl.load(dy_ptr + at, mask, other=0.0).to(dw.dtype)
-        if dx_ptr is not None or dresidual_ptr is not None:
+        if dx_ptr is not None:
             g = dy * gain
             c = tl.sum(g * xhat) / n if c_ptr is None else tl.load(c_ptr + row)
             d = rstd * (g - xhat * c)
             if ds_ptr is not None:
                 d += tl.load(ds_ptr + at, mask, other=0.0).to(dw.dtype)
-            if dx_ptr is not None:
-                tl.store(dx_ptr + at, d, mask)
+            tl.store(dx_ptr + at, d, mask)
             if dresidual_ptr is not None:
                 tl.store(dresidual_ptr + at, d, mask)
-        dw += dy * (xhat if CASTING == "gemma" else rounded(xhat, x.dtype))
+        dw += dy * (xhat if CASTING == "gemma" else rounded(xhat, x_ptr.dtype.element_ty))
     if dw_ptr is not None:
         tl.store(dw_ptr + (group * tl.num_programs(0) + strip) * n + col, dw, mask)
 
@@ -136,25 +133,26 @@ def fwd_triton(
 
 
 def bwd_triton(
-    dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, residual: Tensor | None = None,
-    ds: Tensor | None = None, *,
+    dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, ds: Tensor | None = None, *,
     eps: float, offset: float, casting: str, wanted: tuple[bool, ...], groups: int | None = None,
+    dtypes: tuple[torch.dtype, ...] = (),
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Give dx and dw; with a residual dx, dw and dresidual."""
+    """Give dx and dw; with dtypes of two gradients of x those (one tensor if alike) and dw."""
     n, g, tile = x.shape[-1], groups or 1, row_tile(x.shape[-1])
     dy, rstd, gain = dy.contiguous(), rstd.contiguous(), by_group(w, groups)
-    rows = (x.contiguous(), contiguous(residual), gain, rstd)
-    m = rstd.numel() // g
+    x, m = x.contiguous(), rstd.numel() // g
     p = strips(m, x.device, 8)
-    dx = x.new_empty(x.shape) if wanted[0] else None
+    one, *two = dict.fromkeys(dtypes or (x.dtype,))
+    dx = x.new_empty(x.shape, dtype=one) if wanted[0] else None
+    dresidual = x.new_empty(x.shape, dtype=two[0]) if two and wanted[0] else None
     dw = rstd.new_empty(g, p, n) if wanted[1] else None
-    dresidual = residual.new_empty(x.shape) if residual is not None and wanted[2] else None
     c = None
-    if n > tile["BLOCK"] and (dx is not None or dresidual is not None):
+    if n > tile["BLOCK"] and dx is not None:
         c = torch.empty_like(rstd)
-        launch(_mean_kernel, (g * m,), dy, *rows, c, n, m, OFFSET=offset, **tile)
+        launch(_mean_kernel, (g * m,), dy, x, gain, rstd, c, n, m, OFFSET=offset, **tile)
     launch(
-        _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), dy, contiguous(ds), *rows, c, dx, dresidual,
-        dw, m, n, OFFSET=offset, CASTING=casting, **tile,
+        _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), dy, contiguous(ds), x, gain, rstd, c, dx,
+        dresidual, dw, m, n, OFFSET=offset, CASTING=casting, **tile,
     )  # fmt: skip
-    return (dx, join_strips(dw, w, groups), dresidual)[: len(wanted)]
+    both = (dx, dresidual if two else dx)[: max(1, len(dtypes))]
+    return *both, join_strips(dw, w, groups)

@@ -10,8 +10,9 @@ Pullback of dy and ds, writing xhat = s * rstd and g = dy * (offset + w):
     dw = sum over rows of dy * xhat
 
 s has the dtype of a torch sum and its bits; y is that of `rms_norm(s, w)`, bit for bit. Statistics
-and sums are float32 (float64 for float64 s); each gradient takes the dtype of its argument. The
-backward pass forms s again from x and residual. Zhang and Sennrich, 2019, arXiv:1910.07467.
+and sums are float32 (float64 for float64 s); each gradient takes the dtype of its argument, and
+dx and dresidual of one dtype are one tensor. Of x, residual and s backward keeps s alone. Zhang and
+Sennrich, 2019, arXiv:1910.07467.
 """
 
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ from torch import Tensor
 from liger_fn._check import check_choice, check_same_shape, check_tensors
 from liger_fn._vjp import custom_vjp
 from liger_fn.ops._rms import CASTINGS, bwd_triton, fwd_triton
-from liger_fn.ops.rms_norm import _bwd_ref as _norm_bwd_ref
-from liger_fn.ops.rms_norm import _fwd_ref as _norm_fwd_ref
+from liger_fn.ops.rms_norm import _bwd_ref as norm_bwd_ref
+from liger_fn.ops.rms_norm import _fwd_ref as norm_fwd_ref
 
 
 class AddNorm(NamedTuple):
@@ -37,49 +38,64 @@ class AddNorm(NamedTuple):
 
 
 def _fwd_ref(
-    x: Tensor, w: Tensor | None, residual: Tensor, *, eps: float, offset: float, casting: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, w: Tensor | None, residual: Tensor, *,
+    eps: float, offset: float, casting: str, x_dtype: torch.dtype, residual_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     s = x + residual
-    y, rstd = _norm_fwd_ref(s, w, eps=eps, offset=offset, casting=casting)
+    y, rstd = norm_fwd_ref(s, w, eps=eps, offset=offset, casting=casting)
     return y, s, rstd
 
 
 def _bwd_ref(
-    dy: Tensor | None, ds: Tensor | None, x: Tensor, w: Tensor | None, residual: Tensor,
-    rstd: Tensor, *, wanted: tuple[bool, ...], **options: Any,
+    dy: Tensor | None, ds: Tensor | None, w: Tensor | None, s: Tensor, rstd: Tensor | None, *,
+    eps: float, offset: float, casting: str, x_dtype: torch.dtype, residual_dtype: torch.dtype,
+    wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    dy = _or_zero(dy, ds)
+    how: dict[str, Any] = {"eps": eps, "offset": offset, "casting": casting}
+    rstd = norm_fwd_ref(s, w, **how)[1] if rstd is None else rstd
     asked = (wanted[0] or wanted[2], wanted[1])
-    d, dw = _norm_bwd_ref(dy, x + residual, w, rstd, wanted=asked, **options)
+    d, dw = norm_bwd_ref(_or_zero(dy, s), s, w, rstd, wanted=asked, **how)
     if d is not None and ds is not None:
         d = d + ds
-    dx = d.to(x.dtype) if d is not None and wanted[0] else None
-    dresidual = d.to(residual.dtype, copy=True) if d is not None and wanted[2] else None
-    return dx, dw, dresidual
+    dx = d.to(x_dtype) if d is not None and wanted[0] else None
+    if dx is not None and x_dtype == residual_dtype:
+        return dx, dw, dx if wanted[2] else None
+    return dx, dw, d.to(residual_dtype) if d is not None and wanted[2] else None
 
 
-def _or_zero(dy: Tensor | None, ds: Tensor | None) -> Tensor:
-    """The upstream gradient of y, zero where y is unused: of the two one exists."""
-    return torch.zeros_like(ds) if dy is None else dy  # type: ignore[arg-type]
+def _or_zero(dy: Tensor | None, s: Tensor) -> Tensor:
+    """The upstream gradient of y, zero where y is unused."""
+    return torch.zeros_like(s) if dy is None else dy
 
 
 # -- rule: the kernels, shared with rms_norm, are in _rms.py ---------------------------------------
 
 
+def _fwd_triton(
+    x: Tensor, w: Tensor | None, residual: Tensor, *,
+    x_dtype: torch.dtype, residual_dtype: torch.dtype, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return fwd_triton(x, w, residual, **options)
+
+
 def _bwd_triton(
-    dy: Tensor | None, ds: Tensor | None, x: Tensor, w: Tensor | None, residual: Tensor,
-    rstd: Tensor, **options: Any,
+    dy: Tensor | None, ds: Tensor | None, w: Tensor | None, s: Tensor, rstd: Tensor, *,
+    x_dtype: torch.dtype, residual_dtype: torch.dtype, wanted: tuple[bool, ...], **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    return bwd_triton(_or_zero(dy, ds), x, w, rstd, residual, ds, **options)
+    asked, dtypes = (wanted[0] or wanted[2], wanted[1]), (x_dtype, residual_dtype)
+    dx, dresidual, dw = bwd_triton(
+        _or_zero(dy, s), s, w, rstd, ds, wanted=asked, dtypes=dtypes, **options
+    )
+    return dx if wanted[0] else None, dw, dresidual if wanted[2] else None
 
 
 _add_rms_norm = custom_vjp(
     "add_rms_norm",
-    fwd={"reference": _fwd_ref, "triton": fwd_triton},
+    fwd={"reference": _fwd_ref, "triton": _fwd_triton},
     bwd={"reference": _bwd_ref, "triton": _bwd_triton},
     differentiable=("x", "w", "residual"),
     rows=("x", "residual"),
-    outputs=2,
+    outputs=("y", "s"),
     grouped=True,
 )
 
@@ -121,4 +137,6 @@ def add_rms_norm(
     check_tensors("add_rms_norm", x=(x, "... n"), residual=(residual, "... n"), w=(w, "? n"))
     check_same_shape("add_rms_norm", x=x, residual=residual)
     check_choice("add_rms_norm", "casting", casting, CASTINGS)
-    return AddNorm(*_add_rms_norm(x, w, residual, eps=eps, offset=offset, casting=casting))
+    how = {"eps": eps, "offset": offset, "casting": casting}
+    dtypes = {"x_dtype": x.dtype, "residual_dtype": residual.dtype}
+    return AddNorm(*_add_rms_norm(x, w, residual, **how, **dtypes))
