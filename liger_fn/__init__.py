@@ -9,6 +9,7 @@ from liger_fn.ops.fused_linear_ce import fused_linear_ce as fused_linear_ce
 from liger_fn.ops.fused_linear_ce import fused_linear_ce_with_stats as fused_linear_ce_with_stats
 from liger_fn.ops.rms_norm import rms_norm as rms_norm
 from liger_fn.ops.rope import rope as rope
+from liger_fn.ops.softmax import softmax as softmax
 from liger_fn.ops.swiglu import swiglu as swiglu
 from liger_fn.ops.swiglu import swiglu_packed as swiglu_packed
 
@@ -21,6 +22,7 @@ __all__ = [
     "fused_linear_ce_with_stats",
     "rms_norm",
     "rope",
+    "softmax",
     "swiglu",
     "swiglu_packed",
     "using",

@@ -22,6 +22,11 @@ def wide(t: Tensor | torch.dtype) -> Tensor | torch.dtype:
     return t if t.dtype == torch.float64 else t.float()
 
 
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch 2.11 compiles a cast to the same dtype at the end of a Function into a gradient of zero
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 @triton.jit
 def up(x):
     """Widen to the type of statistics: float64 stays, everything else becomes float32."""
@@ -59,6 +64,17 @@ def capped(z, SCALE: tl.constexpr, CAP: tl.constexpr):
     if CAP != 0.0:
         z = CAP * tanh(z / CAP)
     return z
+
+
+@triton.jit
+def online(top, total, z, SCALE: tl.constexpr):
+    """Take a block into a running maximum (a scalar) and sums of exp(SCALE * (z - top)) (a block).
+
+    On line: Milakov and Gimelshein, 2018, arXiv:1805.02867.
+    """
+    new = tl.maximum(top, tl.max(z))
+    shift = tl.where(new == -float("inf"), 0.0, new)  # -inf - -inf is NaN: nothing seen so far
+    return new, total * tl.exp((top - shift) * SCALE) + tl.exp((z - shift) * SCALE)
 
 
 @triton.jit
