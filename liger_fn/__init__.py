@@ -7,11 +7,14 @@ from liger_fn.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_fn.ops.cross_entropy import cross_entropy_with_stats as cross_entropy_with_stats
 from liger_fn.ops.fused_linear_ce import fused_linear_ce as fused_linear_ce
 from liger_fn.ops.fused_linear_ce import fused_linear_ce_with_stats as fused_linear_ce_with_stats
+from liger_fn.ops.jsd import jsd as jsd
+from liger_fn.ops.kl_div import kl_div as kl_div
 from liger_fn.ops.rms_norm import rms_norm as rms_norm
 from liger_fn.ops.rope import rope as rope
 from liger_fn.ops.softmax import softmax as softmax
 from liger_fn.ops.swiglu import swiglu as swiglu
 from liger_fn.ops.swiglu import swiglu_packed as swiglu_packed
+from liger_fn.ops.tvd import tvd as tvd
 
 __all__ = [
     "CEStats",
@@ -20,10 +23,13 @@ __all__ = [
     "custom_vjp",
     "fused_linear_ce",
     "fused_linear_ce_with_stats",
+    "jsd",
+    "kl_div",
     "rms_norm",
     "rope",
     "softmax",
     "swiglu",
     "swiglu_packed",
+    "tvd",
     "using",
 ]
