@@ -34,6 +34,15 @@ def up(x):
 
 
 @triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """Make a result ready to be stored in a type.
+
+    By way of float32: Triton's interpreter (3.7) turns float64 into bfloat16 as into an integer.
+    """
+    return x if dtype == tl.float64 else x.to(tl.float32)
+
+
+@triton.jit
 def silu(x):
     return x * tl.sigmoid(x)
 

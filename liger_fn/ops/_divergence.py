@@ -31,7 +31,7 @@ from torch import Tensor
 
 from liger_fn._check import check_positive, check_same_shape, check_tensors
 from liger_fn._launch import contiguous, launch, row_tile, rows_of, tl, triton
-from liger_fn._math import cast, divergence_load, divergence_row, divergence_terms, wide
+from liger_fn._math import cast, divergence_load, divergence_row, divergence_terms, narrow, wide
 from liger_fn._vjp import custom_vjp
 from liger_fn.ops._ce import check_reduction, check_rows, divisor, normaliser, reduce_rows
 
@@ -48,7 +48,7 @@ def _fwd_ref(
         top = z.detach().amax(-1, keepdim=True)
         parts += [top, ((z - top) * (1 / temperature)).exp().sum(-1, keepdim=True)]
     top_q, sum_q, top_p, sum_p = parts
-    _, _, b, a = terms(student, teacher, valid, *parts, kind, beta, temperature)
+    _, _, b, a = terms(student, teacher, valid, top_q, sum_q, top_p, sum_p, kind, beta, temperature)
     b_sum, a_sum = b.sum(-1, keepdim=True), a.sum(-1, keepdim=True)
     stats = torch.cat((top_q, sum_q, b_sum, top_p, sum_p, a_sum), -1)
     return (a + b).sum(-1), stats
@@ -118,10 +118,9 @@ def _fwd_kernel(
     BETA: tl.constexpr, SCALE: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    v_read = v
     if y_ptr is not None:  # a row that is ignored is not read
         v_read = tl.where(tl.load(y_ptr + row) == IGNORE, 0, v)
-    else:
-        v_read = v
     value, top_q, sum_q, b_sum, top_p, sum_p, a_sum = divergence_row(
         student_ptr + row * v, teacher_ptr + row * v, v_read, value_ptr.dtype.element_ty,
         KIND, BETA, SCALE, BLOCK,
@@ -145,10 +144,9 @@ def _bwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     stats_ptr += 6 * row
+    v_read = v
     if y_ptr is not None:
         v_read = tl.where(tl.load(y_ptr + row) == IGNORE, 0, v)
-    else:
-        v_read = v
     zq, zp = divergence_load(
         student_ptr + row * v, teacher_ptr + row * v, col, v_read, stats_ptr.dtype.element_ty
     )
@@ -159,9 +157,11 @@ def _bwd_kernel(
     d = tl.load(d_ptr + row) * SCALE
     if dstudent_ptr is not None:
         g = tl.where(v_read == 0, 0.0, d * (b - q * tl.load(stats_ptr + 2)))
+        g = narrow(g, dstudent_ptr.dtype.element_ty)
         tl.store(dstudent_ptr + row * v + col, g, col < v)
     if dteacher_ptr is not None:
         g = tl.where(v_read == 0, 0.0, d * (a - p * tl.load(stats_ptr + 5)))
+        g = narrow(g, dteacher_ptr.dtype.element_ty)
         tl.store(dteacher_ptr + row * v + col, g, col < v)
 
 
