@@ -12,6 +12,7 @@ from liger_fn.ops.kl_div import kl_div as kl_div
 from liger_fn.ops.rms_norm import rms_norm as rms_norm
 from liger_fn.ops.rope import rope as rope
 from liger_fn.ops.softmax import softmax as softmax
+from liger_fn.ops.sparsemax import sparsemax as sparsemax
 from liger_fn.ops.swiglu import swiglu as swiglu
 from liger_fn.ops.swiglu import swiglu_packed as swiglu_packed
 from liger_fn.ops.tvd import tvd as tvd
@@ -28,6 +29,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "softmax",
+    "sparsemax",
     "swiglu",
     "swiglu_packed",
     "tvd",
