@@ -81,6 +81,11 @@ def rope(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
 
 
 @st.composite
+def softmax(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
+    return {"x": normal(draw, scales, *draw(LEADS), draw(WIDTHS))}
+
+
+@st.composite
 def cross_entropy(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
     lead, v = draw(LOSS_LEADS), draw(columns(scales))
     return {"logits": normal(draw, scales, *lead, v), **of_losses(draw, scales, lead, v)}
@@ -91,6 +96,13 @@ def fused_linear_ce(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str
     lead, v, d = draw(LOSS_LEADS), draw(columns(scales)), draw(st.integers(1, 6))
     made = {"w": normal(draw, scales, v, d), "x": normal(draw, scales, *lead, d)}
     return {**made, "b": normal(draw, scales, v), **of_losses(draw, scales, lead, v)}
+
+
+@st.composite
+def divergence(draw: Draw, scales: SearchStrategy[float] = ONE) -> dict[str, Tensor]:
+    lead, v = draw(LOSS_LEADS), draw(COLUMNS)
+    made = {name: normal(draw, scales, *lead, v) for name in ("student", "teacher")}
+    return {**made, **of_losses(draw, scales, lead, v)}
 
 
 def columns(scales: SearchStrategy[float]) -> SearchStrategy[int]:
@@ -112,6 +124,11 @@ STRATEGIES: dict[str, Callable[..., SearchStrategy[dict[str, Tensor]]]] = {
     "swiglu": swiglu,
     "swiglu_packed": swiglu_packed,
     "rope": rope,
+    "softmax": softmax,
+    "sparsemax": softmax,
+    "kl_div": divergence,
+    "jsd": divergence,
+    "tvd": divergence,
     "cross_entropy": cross_entropy,
     "cross_entropy_with_stats": cross_entropy,
     "fused_linear_ce": fused_linear_ce,

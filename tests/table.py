@@ -6,6 +6,7 @@ from our reference), float64 arguments, and which of them have gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -151,6 +152,54 @@ def linear_stats(
     return tuple(out[:3])
 
 
+def kl_rows(q: Tensor, p: Tensor) -> Tensor:
+    q, p = q.log_softmax(-1), p.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def jsd_rows(q: Tensor, p: Tensor, beta: float = 0.3) -> Tensor:
+    """As TRL's GKD trainer has it."""
+    q, p = q.log_softmax(-1), p.log_softmax(-1)
+    m = torch.logaddexp(q + math.log(1 - beta), p + math.log(beta))
+    return (beta * p.exp() * (p - m) + (1 - beta) * q.exp() * (q - m)).sum(-1)
+
+
+def tvd_rows(q: Tensor, p: Tensor) -> Tensor:
+    return 0.5 * (p.softmax(-1) - q.softmax(-1)).abs().sum(-1)
+
+
+def divergence_oracle(
+    student: Tensor, teacher: Tensor, y: Tensor | None = None, u: Tensor | None = None, *,
+    rows: Callable[..., Tensor], temperature: float = 1.0, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    loss = rows(student / temperature, teacher / temperature)
+    live = torch.ones_like(loss) if y is None else (y != -100).to(loss)
+    loss = loss * live if u is None else loss * live * u
+    return loss if reduction == "none" else loss.sum() / live.sum()
+
+
+def divergence(
+    student: Tensor, teacher: Tensor, y: Any = None, u: Any = None, *, of: Callable[..., Tensor],
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    return of(student, teacher, y=y, token_weight=u, **options)
+
+
+def divergence_arguments(g: Generator, *, full: bool) -> dict[str, Tensor]:
+    made = {name: 2 * normal(g, 2, 3, 7) for name in ("student", "teacher")}
+    return made | ({"y": ce_arguments(g, full=False)["y"], "u": normal(g, 2, 3)} if full else {})
+
+
+def sparsemax(x: Tensor) -> Tensor:
+    """Algorithm 1 of Martins and Astudillo, 2016; halves in float32, where a sum of them fits."""
+    h = x if x.dtype == torch.float64 else x.float()
+    z = h.sort(-1, descending=True).values
+    k = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=h.dtype)
+    size = (1 + k * z > z.cumsum(-1)).sum(-1, keepdim=True).detach()
+    tau = (z.cumsum(-1).gather(-1, size - 1) - 1) / size
+    return torch.relu(h - tau).to(x.dtype)  # an entry at the threshold is outside: no gradient
+
+
 def first(f: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
     return lambda *a, **k: f(*a, **k)[0]
 
@@ -161,6 +210,7 @@ def bound(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 ALL = {**HARD, "z_loss": 0.2}
 W, LOGITS, LINEAR = ("x", "w"), ("logits", "u"), ("w", "x", "b", "u")
+PAIR = ("student", "teacher")
 
 ROWS = [
     Row("rms_norm", bound(liger_fn.rms_norm, eps=1e-3), bound(rms_norm, eps=1e-3),
@@ -180,6 +230,14 @@ ROWS = [
     Row("rope-interleaved-partial", bound(liger_fn.rope, layout="interleaved"),
         bound(rope_oracle, pairs=True),
         lambda g: rope_arguments(g, 4, positions=True), ("q", "k", "cos", "sin"), "rope"),
+    Row("softmax", liger_fn.softmax, bound(torch.softmax, dim=-1),
+        lambda g: {"x": 2 * normal(g, 2, 3, 7)}, ("x",), "softmax"),
+    Row("softmax-long", liger_fn.softmax, bound(torch.softmax, dim=-1),
+        lambda g: {"x": 2 * normal(g, 3, 7)}, ("x",), "softmax", block=4),
+    Row("sparsemax", liger_fn.sparsemax, sparsemax,
+        lambda g: {"x": normal(g, 2, 3, 7)}, ("x",), "sparsemax"),
+    Row("sparsemax-long", liger_fn.sparsemax, sparsemax,
+        lambda g: {"x": normal(g, 3, 7)}, ("x",), "sparsemax", block=4),
     Row("cross_entropy", ce, first(ce_oracle), lambda g: ce_arguments(g, full=False),
         ("logits",), "cross_entropy"),
     Row("cross_entropy-all", bound(ce, **ALL, n_valid=3.5),
@@ -190,6 +248,17 @@ ROWS = [
         lambda g: ce_arguments(g, full=True), LOGITS, "cross_entropy"),
     Row("cross_entropy_with_stats", bound(ce_stats, **ALL), bound(ce_oracle, **ALL),
         lambda g: ce_arguments(g, full=True), LOGITS, "cross_entropy_with_stats"),
+    Row("kl_div", bound(divergence, of=liger_fn.kl_div), bound(divergence_oracle, rows=kl_rows),
+        lambda g: divergence_arguments(g, full=False), PAIR, "kl_div"),
+    Row("kl_div-all-none", bound(divergence, of=liger_fn.kl_div, temperature=1.5, reduction="none"),
+        bound(divergence_oracle, rows=kl_rows, temperature=1.5, reduction="none"),
+        lambda g: divergence_arguments(g, full=True), (*PAIR, "u"), "kl_div", block=4),
+    Row("jsd", bound(divergence, of=liger_fn.jsd, beta=0.3, temperature=1.5),
+        bound(divergence_oracle, rows=jsd_rows, temperature=1.5),
+        lambda g: divergence_arguments(g, full=True), (*PAIR, "u"), "jsd"),
+    Row("tvd", bound(divergence, of=liger_fn.tvd, temperature=1.5),
+        bound(divergence_oracle, rows=tvd_rows, temperature=1.5),
+        lambda g: divergence_arguments(g, full=True), (*PAIR, "u"), "tvd", block=4),
     Row("fused_linear_ce", linear, first(linear_oracle), lambda g: linear_arguments(g, full=False),
         ("w", "x"), "fused_linear_ce"),
     Row("fused_linear_ce-all", bound(linear, **ALL), first(bound(linear_oracle, **ALL)),

@@ -220,6 +220,8 @@ def arguments(wanted: Callable[[Row, str], bool] = lambda row, name: True) -> py
 
 
 def required(row: Row, name: str) -> bool:
+    if name == "y":
+        return row.covers not in {"kl_div", "jsd", "tvd"}
     return name not in {"b", "c", "u"} and (row.covers, name) != ("rms_norm", "w")
 
 
