@@ -13,13 +13,18 @@ from liger_fn.ops.fused_linear_ce import fused_linear_ce_with_stats as fused_lin
 from liger_fn.ops.geglu import geglu as geglu
 from liger_fn.ops.geglu import geglu_packed as geglu_packed
 from liger_fn.ops.group_norm import group_norm as group_norm
+from liger_fn.ops.jsd import jsd as jsd
+from liger_fn.ops.kl_div import kl_div as kl_div
 from liger_fn.ops.layer_norm import layer_norm as layer_norm
 from liger_fn.ops.mrope import mrope as mrope
 from liger_fn.ops.relu2 import relu2 as relu2
 from liger_fn.ops.rms_norm import rms_norm as rms_norm
 from liger_fn.ops.rope import rope as rope
+from liger_fn.ops.softmax import softmax as softmax
+from liger_fn.ops.sparsemax import sparsemax as sparsemax
 from liger_fn.ops.swiglu import swiglu as swiglu
 from liger_fn.ops.swiglu import swiglu_packed as swiglu_packed
+from liger_fn.ops.tvd import tvd as tvd
 
 __all__ = [
     "AddNorm",
@@ -34,12 +39,17 @@ __all__ = [
     "geglu",
     "geglu_packed",
     "group_norm",
+    "jsd",
+    "kl_div",
     "layer_norm",
     "mrope",
     "relu2",
     "rms_norm",
     "rope",
+    "softmax",
+    "sparsemax",
     "swiglu",
     "swiglu_packed",
+    "tvd",
     "using",
 ]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 import liger_fn
@@ -419,6 +420,97 @@ def test_rope_passes_the_tail_through_bit_for_bit(backend: str, data: st.DataObj
     dys = data.draw(alike(q, k))
     ys, ds = results(lambda q, k: liger_fn.rope(q, k, cos, sin, layout=layout), (q, k), dys)
     same([t[..., r:] for t in (*ys, *ds)], [t[..., r:] for t in (q, k, *dys)])
+
+
+# -- softmax and sparsemax -------------------------------------------------------------------------
+
+to_distributions = pytest.mark.parametrize("f", [liger_fn.softmax, liger_fn.sparsemax])
+
+
+@to_distributions
+@drawn
+def test_rows_become_distributions_whose_gradients_sum_to_zero(
+    f: F, backend: str, data: st.DataObject
+) -> None:
+    x = laid_out(data.draw, data.draw(values(BY_ID["softmax"], SCALES))["x"].to(DEVICE))
+    (y,), (dx,) = results(f, (x,))
+    assert (y >= 0).all()
+    close((y.sum(-1), dx.sum(-1)), (torch.ones_like(y.sum(-1)), torch.zeros_like(y.sum(-1))))
+
+
+@to_distributions
+@drawn
+def test_distributions_do_not_see_a_shift_of_the_scores(
+    f: F, backend: str, data: st.DataObject
+) -> None:
+    # multiples of 2**-8 below 2**4 keep all digits under a shift below 2**15
+    x = (data.draw(values(BY_ID["softmax"]))["x"].clamp(-15, 15) * 2**8).round().float().to(
+        DEVICE
+    ) * 2**-8
+    shift, dy = data.draw(st.integers(-(2**14), 2**14)), data.draw(alike(x))
+    (ys, dxs), (ys_at, dxs_at) = (results(f, (t,), dy) for t in (x, x + shift))
+    same((*ys_at, *dxs_at), (*ys, *dxs))
+
+
+@drawn
+def test_sparsemax_leaves_a_distribution_as_it_is(backend: str, data: st.DataObject) -> None:
+    y = liger_fn.sparsemax(data.draw(values(BY_ID["softmax"], SCALES))["x"].to(DEVICE))
+    close((liger_fn.sparsemax(y),), (y,))
+
+
+# -- kl_div, jsd and tvd ---------------------------------------------------------------------------
+
+DIVERGENCES: dict[str, F] = {
+    "kl_div": liger_fn.kl_div, "jsd": liger_fn.jsd, "tvd": liger_fn.tvd,
+}  # fmt: skip
+divergences = pytest.mark.parametrize("name", DIVERGENCES)
+
+
+@st.composite
+def pairs(draw: Draw, scales: SearchStrategy[float] = ONE) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Student, teacher, and options of a loss per row."""
+    args = draw(values(BY_ID["jsd"], scales))
+    how: dict[str, Any] = {"reduction": "none", "temperature": draw(st.sampled_from([1.0, 0.7]))}
+    if draw(st.booleans()):
+        how["y"] = args["y"].to(DEVICE)
+    student, teacher = (laid_out(draw, args[n].to(DEVICE)) for n in ("student", "teacher"))
+    return student, teacher, how
+
+
+@divergences
+@drawn
+def test_a_divergence_is_at_least_zero_and_zero_of_equals(
+    name: str, backend: str, data: st.DataObject
+) -> None:
+    student, teacher, how = data.draw(pairs(SCALES))
+    f = DIVERGENCES[name]
+    assert (f(student, teacher, **how) >= -1e-15).all()
+    (loss,), grads = results(lambda s, t: f(s, t, **how), (student, student.clone()))
+    assert not any(t.any() for t in (loss, *grads))
+
+
+@divergences
+@drawn
+def test_gradients_of_a_divergence_sum_to_zero_over_columns(
+    name: str, backend: str, data: st.DataObject
+) -> None:
+    student, teacher, how = data.draw(pairs())
+    _, grads = results(lambda s, t: DIVERGENCES[name](s, t, **how), (student, teacher))
+    sums = [g.sum(-1) for g in grads]
+    close(sums, [torch.zeros_like(t) for t in sums])
+
+
+@drawn
+def test_a_swap_of_student_and_teacher_swaps_the_weights_of_jsd(
+    backend: str, data: st.DataObject
+) -> None:
+    student, teacher, how = data.draw(pairs())
+    beta = data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+    one = results(lambda s, t: liger_fn.jsd(s, t, beta=beta, **how), (student, teacher))
+    two = results(lambda t, s: liger_fn.jsd(t, s, beta=1 - beta, **how), (teacher, student))
+    close((*one[0], *one[1]), (*two[0], *two[1][::-1]))
+    bounds = -math.log(0.5) if beta == 0.5 else math.inf
+    assert (one[0][0] <= bounds + 1e-15).all()
 
 
 # -- cross_entropy ---------------------------------------------------------------------------------

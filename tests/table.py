@@ -65,6 +65,7 @@ class Row:
     differentiable: tuple[str, ...]
     sizes: Sizes  # of every test on one point
     axes: Mapping[str, Sequence[Any]]  # what laws draw for each of the sizes
+    optional: tuple[str, ...] = ()  # arguments that may be None
     plain: Function | None = None  # plain torch as users write it, where the oracle is not that
     block: int | None = None  # longest block of a kernel, to make short rows long ones
     bench: Bench | None = None
@@ -301,12 +302,66 @@ def plain_linear_ce(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return plain_ce(logits if logits.dtype == torch.float64 else logits.float(), y)
 
 
+def sparsemax(x: Tensor) -> Tensor:
+    """Algorithm 1 of Martins and Astudillo, 2016; halves in float32, where a sum of them fits."""
+    h = x if x.dtype == torch.float64 else x.float()
+    z = h.sort(-1, descending=True).values
+    k = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=h.dtype)
+    size = (1 + k * z > z.cumsum(-1)).sum(-1, keepdim=True).detach()
+    tau = (z.cumsum(-1).gather(-1, size - 1) - 1) / size
+    return torch.relu(h - tau).to(x.dtype)  # an entry at the threshold is outside: no gradient
+
+
 def first(f: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
     return lambda *a, **k: f(*a, **k)[0]
 
 
 def bound(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return lambda *a: f(*a, **options)
+
+
+ALL = {**HARD, "z_loss": 0.2}
+W, LOGITS, LINEAR = ("x", "w"), ("logits", "u"), ("w", "x", "b", "u")
+
+
+def kl_rows(q: Tensor, p: Tensor) -> Tensor:
+    q, p = q.log_softmax(-1), p.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def jsd_rows(q: Tensor, p: Tensor, beta: float = 0.3) -> Tensor:
+    """As TRL's GKD trainer has it."""
+    q, p = q.log_softmax(-1), p.log_softmax(-1)
+    m = torch.logaddexp(q + math.log(1 - beta), p + math.log(beta))
+    return (beta * p.exp() * (p - m) + (1 - beta) * q.exp() * (q - m)).sum(-1)
+
+
+def tvd_rows(q: Tensor, p: Tensor) -> Tensor:
+    return 0.5 * (p.softmax(-1) - q.softmax(-1)).abs().sum(-1)
+
+
+def divergence_oracle(
+    student: Tensor, teacher: Tensor, y: Tensor | None = None, u: Tensor | None = None, *,
+    rows: Callable[..., Tensor], temperature: float = 1.0, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    loss = rows(student / temperature, teacher / temperature)
+    live = torch.ones_like(loss) if y is None else (y != -100).to(loss)
+    loss = loss * live if u is None else loss * live * u
+    return loss if reduction == "none" else loss.sum() / live.sum()
+
+
+def divergence(
+    student: Tensor, teacher: Tensor, y: Any = None, u: Any = None, *, of: Callable[..., Tensor],
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    return of(student, teacher, y=y, token_weight=u, **options)
+
+
+def student_and_teacher(
+    draw: Draw, lead: tuple[int, ...], v: int, full: bool = True
+) -> dict[str, Tensor]:
+    made = {name: draw.normal(*lead, v, scale=2.0) for name in ("student", "teacher")}
+    return made | ({"y": draw.targets(lead, v), "u": draw.normal(*lead)} if full else {})
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -354,29 +409,36 @@ def products(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, fl
     return size, 3 * size
 
 
+PAIR = ("student", "teacher")
+KEPT_TEACHER = Bench(
+    elements(2, 5), "read both logits; backward reads them again, writes the student's gradient",
+    [{"lead": (4096,), "v": 128256, "full": False}], [{"lead": (256,), "v": 4096, "full": False}],
+    wanted=("student",),
+)  # fmt: skip
+
 ROWS = [
     Row("rms_norm", bound(liger_fn.rms_norm, eps=1e-3), bound(rms_norm, eps=1e-3), rows_and_gain,
-        ("x", "w"), {"lead": (2, 3), "n": 5}, ROWS_OF,
+        ("x", "w"), {"lead": (2, 3), "n": 5}, ROWS_OF, ("w",),
         plain=lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-3),
         bench=Bench(elements(2, 5), "read x, write y; backward reads x and dy, writes dx",
                     ROW_SHAPES, [{"lead": (1024,), "n": 1024}], host={"lead": (8,), "n": 64})),
     Row("rms_norm-gemma", bound(liger_fn.rms_norm, eps=0.1, offset=1.0, casting="gemma"),
         bound(rms_norm, eps=0.1, offset=1.0), rows_and_gain, ("x", "w"),
-        {"lead": (3,), "n": 6}, ROWS_OF, block=4),
+        {"lead": (3,), "n": 6}, ROWS_OF, ("w",), block=4),
     Row("rms_norm-no-gain", lambda x: liger_fn.rms_norm(x, None, 0.1, casting="none"),
         lambda x: rms_norm(x, None, 0.1), rows, ("x",), {"lead": (3,), "n": 5}, ROWS_OF,
         plain=rms_norm_step_by_step),
     Row("add_rms_norm", bound(liger_fn.add_rms_norm, eps=1e-3), bound(add_rms_norm, eps=1e-3),
-        terms_and_gain, ("x", "residual", "w"), {"lead": (2, 3), "n": 5}, ROWS_OF,
-        bench=Bench(elements(4, 9), "read x and residual, write y and the sum; backward reads dy, "
-                    "ds and the sum, writes dx and dresidual", ROW_SHAPES,
+        terms_and_gain, ("x", "residual", "w"), {"lead": (2, 3), "n": 5}, ROWS_OF, ("w",),
+        bench=Bench(elements(4, 8), "read x and residual, write y and the sum; backward reads dy, "
+                    "ds and the sum, writes the gradient of both", ROW_SHAPES,
                     [{"lead": (1024,), "n": 1024}])),
     Row("add_rms_norm-gemma",
         lambda x, r: liger_fn.add_rms_norm(x, r, None, 0.1, offset=1.0, casting="gemma"),
         bound(add_rms_norm, w=None, eps=0.1), terms, ("x", "residual"), {"lead": (3,), "n": 6},
         ROWS_OF, block=4),
     Row("layer_norm", bound(liger_fn.layer_norm, eps=1e-3), bound(layer_norm, eps=1e-3),
-        rows_gain_and_bias, ("x", "w", "b"), {"lead": (2, 3), "n": 5}, CENTRED,
+        rows_gain_and_bias, ("x", "w", "b"), {"lead": (2, 3), "n": 5}, CENTRED, ("w", "b"),
         plain=lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-3),
         bench=Bench(elements(2, 5), "read x, write y; backward reads x and dy, writes dx",
                     ROW_SHAPES, [{"lead": (1024,), "n": 1024}], host={"lead": (8,), "n": 64})),
@@ -387,11 +449,12 @@ ROWS = [
     Row("group_norm", bound(liger_fn.group_norm, groups=2, eps=0.1),
         bound(group_norm, groups=2, eps=0.1), images, ("x", "w", "b"),
         {"b": 2, "per_group": 2, "at": (2, 1)},
-        {"b": range(4), "per_group": range(1, 4), "at": [(2,), (7,), (3, 2), (17,), (1, 2, 3)]}),
+        {"b": range(4), "per_group": range(1, 4), "at": [(2,), (7,), (3, 2), (17,), (1, 2, 3)]},
+        ("w", "b")),
     Row("dyt", liger_fn.dyt, lambda x, alpha, w, b: torch.tanh(alpha * x) * w + b,
         lambda draw, lead, n: {"x": draw.normal(*lead, n), "alpha": draw.normal(1),
                                "w": draw.normal(n), "b": draw.normal(n)},
-        ("x", "alpha", "w", "b"), {"lead": (2, 2), "n": 3}, ROWS_OF),
+        ("x", "alpha", "w", "b"), {"lead": (2, 2), "n": 3}, ROWS_OF, ("w", "b")),
     Row("swiglu", liger_fn.swiglu, lambda gate, up: F.silu(gate) * up, halves, ("gate", "up"),
         {"lead": (2, 3), "n": 5}, ROWS_OF,
         bench=Bench(elements(3, 8), GATED, [{"lead": (16384,), "n": 14336}],
@@ -424,6 +487,30 @@ ROWS = [
     Row("mrope", bound(liger_fn.mrope, sections=SECTIONS), mrope_oracle, mrope_arguments,
         ("q", "k", "cos", "sin"), {"lead": (2,), "t": 3, "h": 2, "hk": 1},
         {name: TABLES[name] for name in ("lead", "t", "h", "hk", "tail")}),
+    Row("softmax", liger_fn.softmax, bound(torch.softmax, dim=-1), rows, ("x",),
+        {"lead": (2, 3), "n": 7}, ROWS_OF,
+        bench=Bench(elements(2, 5), "read x, write y; backward reads y and dy, writes dx",
+                    [{"lead": (16384,), "n": 4096}], [{"lead": (1024,), "n": 1024}])),
+    Row("softmax-long", liger_fn.softmax, bound(torch.softmax, dim=-1), rows, ("x",),
+        {"lead": (3,), "n": 7}, ROWS_OF, block=4),
+    Row("sparsemax", liger_fn.sparsemax, sparsemax, rows, ("x",), {"lead": (2, 3), "n": 7}, ROWS_OF,
+        bench=Bench(elements(2, 5), "read x, write y; backward reads y and dy, writes dx",
+                    [{"lead": (16384,), "n": 4096}], [{"lead": (256,), "n": 256}])),
+    Row("sparsemax-long", liger_fn.sparsemax, sparsemax, rows, ("x",), {"lead": (3,), "n": 7},
+        ROWS_OF, block=4),
+    Row("kl_div", bound(divergence, of=liger_fn.kl_div), bound(divergence_oracle, rows=kl_rows),
+        student_and_teacher, PAIR, {**CE_SIZES, "full": False}, {**LOGITS, "full": [False]},
+        bench=KEPT_TEACHER),
+    Row("kl_div-all-none", bound(divergence, of=liger_fn.kl_div, temperature=1.5, reduction="none"),
+        bound(divergence_oracle, rows=kl_rows, temperature=1.5, reduction="none"),
+        student_and_teacher, (*PAIR, "u"), CE_SIZES, LOGITS, ("y", "u"), block=4),
+    Row("jsd", bound(divergence, of=liger_fn.jsd, beta=0.3, temperature=1.5),
+        bound(divergence_oracle, rows=jsd_rows, temperature=1.5),
+        student_and_teacher, (*PAIR, "u"), CE_SIZES, LOGITS, ("y", "u"), bench=KEPT_TEACHER),
+    Row("tvd", bound(divergence, of=liger_fn.tvd, temperature=1.5),
+        bound(divergence_oracle, rows=tvd_rows, temperature=1.5),
+        student_and_teacher, (*PAIR, "u"), CE_SIZES, LOGITS, ("y", "u"), block=4,
+        bench=KEPT_TEACHER),
     Row("cross_entropy", ce, first(ce_oracle), logits_and_targets, ("logits",),
         {**CE_SIZES, "full": False}, {**LOGITS, "full": [False]}, plain=plain_ce,
         bench=Bench(elements(1, 3), "read logits; backward reads them again, writes their gradient",
@@ -432,12 +519,12 @@ ROWS = [
                     [{"lead": (512,), "v": 8000, "full": False}])),
     Row("cross_entropy-all", bound(ce, **ALL, n_valid=3.5),
         first(bound(ce_oracle, **ALL, n_valid=3.5)), logits_and_targets, DIFF_LOGITS, CE_SIZES,
-        LOGITS, block=4),
+        LOGITS, ("c", "u"), block=4),
     Row("cross_entropy-none", bound(ce, **ALL, reduction="none"),
         first(bound(ce_oracle, **ALL, reduction="none")), logits_and_targets, DIFF_LOGITS,
-        CE_SIZES, LOGITS),
+        CE_SIZES, LOGITS, ("c", "u")),
     Row("cross_entropy_with_stats", bound(ce_stats, **ALL), bound(ce_oracle, **ALL),
-        logits_and_targets, DIFF_LOGITS, CE_SIZES, LOGITS),
+        logits_and_targets, DIFF_LOGITS, CE_SIZES, LOGITS, ("c", "u")),
     Row("fused_linear_ce", linear, first(linear_oracle), head, ("w", "x"),
         {**HEAD_SIZES, "full": False}, {**HEAD, "full": [False]}, plain=plain_linear_ce,
         bench=Bench(products, "one product forward, three with backward",
@@ -446,9 +533,10 @@ ROWS = [
                     [{"lead": (512,), "d": 256, "v": 8000, "full": False}],
                     fn=liger_fn.fused_linear_ce, limit="matmul")),
     Row("fused_linear_ce-all", bound(linear, **ALL), first(bound(linear_oracle, **ALL)), head,
-        DIFF_HEAD, HEAD_SIZES, HEAD, block=4),
+        DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u"), block=4),
     Row("fused_linear_ce-none", bound(linear, **ALL, reduction="none"),
-        first(bound(linear_oracle, **ALL, reduction="none")), head, DIFF_HEAD, HEAD_SIZES, HEAD),
+        first(bound(linear_oracle, **ALL, reduction="none")), head, DIFF_HEAD, HEAD_SIZES, HEAD,
+        ("b", "c", "u")),
     Row("fused_linear_ce_with_stats", bound(linear_stats, **ALL), bound(linear_oracle, **ALL), head,
-        DIFF_HEAD, HEAD_SIZES, HEAD),
+        DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u")),
 ]  # fmt: skip

@@ -220,8 +220,7 @@ def arguments(wanted: Callable[[Row, str], bool] = lambda row, name: True) -> py
 
 
 def required(row: Row, name: str) -> bool:
-    optional = {"b", "c", "u"} | ({"w"} if "norm" in row.covers or row.covers == "dyt" else set())
-    return name not in optional
+    return name not in row.optional
 
 
 def row_with_one(row: Row, name: str, change: Callable[[Tensor], Any]) -> list[Any]:

@@ -114,14 +114,37 @@ def out_of_range(y: Tensor, v: int, valid: Tensor) -> tuple[Tensor, Tensor]:
     return bad, torch.where(valid & ~bad, y, 0).long()
 
 
-def check_rows(op: str, y: Tensor, **rows: Tensor) -> None:
-    """Hold y to one target for each row of a tensor (..., n)."""
-    ((name, t),) = rows.items()
-    if y.shape != t.shape[:-1]:
+def check_rows(
+    op: str, y: Tensor | None, name: str = "y", each: str = "target", **rows: Tensor
+) -> None:
+    """Hold y, or another tensor by its name, to one entry for each row of a tensor (..., n)."""
+    ((of, t),) = rows.items()
+    if y is not None and y.shape != t.shape[:-1]:
         raise ValueError(
-            f"{op}: y must have shape {tuple(t.shape[:-1])}, one target for each row of {name}, "
+            f"{op}: {name} must have shape {tuple(t.shape[:-1])}, one {each} for each row of {of}, "
             f"got {tuple(y.shape)}"
         )
+
+
+def check_reduction(
+    op: str, columns: int, reduction: str, n_valid: float | Tensor | None, **home: Tensor
+) -> None:
+    """Hold a loss of rows to columns, and how it is reduced to its meaning."""
+    if columns == 0:
+        raise ValueError(f"{op}: axis v must not be empty")
+    check_choice(op, "reduction", reduction, ("mean", "sum", "none"))
+    if n_valid is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f"{op}: n_valid is for reduction 'mean', got reduction {reduction!r}")
+    if isinstance(n_valid, Tensor):
+        ((name, t),) = home.items()
+        if n_valid.dim():
+            raise ValueError(f"{op}: n_valid must have shape (), got {tuple(n_valid.shape)}")
+        if n_valid.device not in (t.device, torch.device("cpu")):
+            raise ValueError(f"{op}: n_valid is on {n_valid.device} but {name} is on {t.device}")
+    elif n_valid < 0:
+        raise ValueError(f"{op}: n_valid must be at least 0, got {n_valid}")
 
 
 def check_options(
@@ -129,9 +152,6 @@ def check_options(
     token_weight: Tensor | None, n_valid: float | Tensor | None,
 ) -> None:  # fmt: skip
     """Hold the options that every cross entropy has to their meaning."""
-    if columns == 0:
-        raise ValueError(f"{op}: axis v must not be empty")
-    check_choice(op, "reduction", reduction, ("mean", "sum", "none"))
     if not 0 <= row.label_smoothing <= 1:
         raise ValueError(f"{op}: label_smoothing must lie in [0, 1], got {row.label_smoothing}")
     if z_loss < 0:
@@ -139,24 +159,14 @@ def check_options(
     check_positive(op, "softcap", row.softcap)
     check_tensors(op, y=(y, "int ..."), token_weight=(token_weight, "? ..."))
     check_same_shape(op, y=y, token_weight=token_weight)
-    if n_valid is None:
-        return
-    if reduction != "mean":
-        raise ValueError(f"{op}: n_valid is for reduction 'mean', got reduction {reduction!r}")
-    if isinstance(n_valid, Tensor):
-        if n_valid.dim():
-            raise ValueError(f"{op}: n_valid must have shape (), got {tuple(n_valid.shape)}")
-        if n_valid.device not in (y.device, torch.device("cpu")):
-            raise ValueError(f"{op}: n_valid is on {n_valid.device} but y is on {y.device}")
-    elif n_valid < 0:
-        raise ValueError(f"{op}: n_valid must be at least 0, got {n_valid}")
+    check_reduction(op, columns, reduction, n_valid, y=y)
 
 
 def normaliser(
     y: Tensor, class_weight: Tensor | None, ignore_index: int, reduction: str,
     n_valid: float | Tensor | None, dtype: torch.dtype,
 ) -> Tensor | None:  # fmt: skip
-    """What a mean divides by, or None; at least something: all rows ignored is loss 0, not 0/0."""
+    """What a mean divides by, or None."""
     if reduction != "mean":
         return None
     if n_valid is None:
@@ -165,23 +175,33 @@ def normaliser(
             _, at = out_of_range(y, class_weight.shape[0], valid)
             valid = torch.where(valid, class_weight.detach()[at].to(dtype), 0.0)
         n_valid = valid.sum()
-    elif not isinstance(n_valid, Tensor):
-        n_valid = torch.full((), n_valid, device=y.device, dtype=dtype)
-    n = n_valid.detach().to(y.device, dtype)
+    return divisor(n_valid, y.device, dtype)
+
+
+def divisor(n_valid: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A count to divide by; at least something: all rows ignored is loss 0, not 0/0."""
+    if isinstance(n_valid, Tensor):
+        n = n_valid.detach().to(device, dtype)
+    else:
+        n = torch.full((), n_valid, device=device, dtype=dtype)
     return torch.where(n == 0, 1.0, n)
+
+
+def reduce_rows(
+    loss: Tensor, token_weight: Tensor | None, reduction: str, n: Tensor | None
+) -> Tensor:
+    """Weigh the losses of rows and reduce them; plain torch, so it differentiates by itself."""
+    if token_weight is not None:
+        loss = loss * token_weight.to(loss.dtype)
+    if reduction != "none":
+        loss = loss.sum()
+    return loss if n is None else loss / n
 
 
 def reduced(
     nll: Tensor, zsq: Tensor, correct: Tensor, y: Tensor, class_weight: Tensor | None, row: Row,
     reduction: str, n_valid: float | Tensor | None, token_weight: Tensor | None,
 ) -> CEStats:  # fmt: skip
-    """Weigh the losses of rows and reduce them; plain torch, so it differentiates by itself."""
-    if token_weight is not None:
-        u = token_weight.to(nll.dtype)
-        nll, zsq = nll * u, zsq * u
     n = normaliser(y, class_weight, row.ignore_index, reduction, n_valid, nll.dtype)
-    if reduction != "none":
-        nll, zsq = nll.sum(), zsq.sum()
-    if n is not None:
-        nll, zsq = nll / n, zsq / n
+    nll, zsq = (reduce_rows(t, token_weight, reduction, n) for t in (nll, zsq))
     return CEStats(nll + zsq, nll, zsq, (y != row.ignore_index).sum(), correct.sum())

@@ -1,0 +1,241 @@
+"""What kl_div, jsd and tvd share: the divergence of two rows of logits, its pullback, the call.
+
+    q = softmax(student / T)    p = softmax(teacher / T)    r = log(p / q)     each: (..., v)
+
+A divergence D = sum over columns of f(p, q) with f(c p, c q) = c f(p, q) (as of each f(p, q) =
+q g(p / q): Csiszar, 1967) equals, after Euler, the sum of its terms a and b, and they give both
+pullbacks:
+
+    a = p * df/dp    b = q * df/dq    D = sum(a + b)
+
+    dstudent = dD / T * (b - q * sum(b))        dteacher = dD / T * (a - p * sum(a))
+
+    kl    f = p r + q - p              a = p r                    b = q - p
+    tvd   f = |p - q| / 2              a = p sign(p - q) / 2      b = q sign(q - p) / 2
+    jsd   f = beta p log(p / m) + (1 - beta) q log(q / m)         m = beta p + (1 - beta) q
+                                       a = beta p log(p / m)      b = (1 - beta) q log(q / m)
+
+(q - p sums to 0. With it, and near p = q as p * expm1(-r), the terms of KL add up to p times a
+square: its rounding is one of its own size, not of the size of p.) Where p = q every term is
+exactly 0. All is float32 (float64 where a tensor is), and from differences to the
+maximum of a row, which keep their digits under a large common offset. A row whose y is ignore_index
+is neither read nor does it count: value and gradients are 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from liger_fn._check import check_positive, check_same_shape, check_tensors
+from liger_fn._launch import contiguous, launch, row_tile, rows_of, tl, triton
+from liger_fn._math import cast, divergence_load, divergence_row, divergence_terms, narrow, wide
+from liger_fn._vjp import custom_vjp
+from liger_fn.ops._ce import check_reduction, check_rows, divisor, normaliser, reduce_rows
+
+# -- reference -------------------------------------------------------------------------------------
+
+
+def _fwd_ref(
+    student: Tensor, teacher: Tensor, y: Tensor | None, *,
+    kind: str, beta: float, temperature: float, ignore_index: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    valid = None if y is None else (y != ignore_index)[..., None]
+    parts = []
+    for z in _masked(student, teacher, valid):
+        top = z.detach().amax(-1, keepdim=True)
+        parts += [top, ((z - top) * (1 / temperature)).exp().sum(-1, keepdim=True)]
+    top_q, sum_q, top_p, sum_p = parts
+    _, _, b, a = terms(student, teacher, valid, top_q, sum_q, top_p, sum_p, kind, beta, temperature)
+    b_sum, a_sum = b.sum(-1, keepdim=True), a.sum(-1, keepdim=True)
+    stats = torch.cat((top_q, sum_q, b_sum, top_p, sum_p, a_sum), -1)
+    return (a + b).sum(-1), stats
+
+
+def _bwd_ref(
+    d: Tensor, student: Tensor, teacher: Tensor, y: Tensor | None, stats: Tensor, *,
+    kind: str, beta: float, temperature: float, ignore_index: int, wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    valid = None if y is None else (y != ignore_index)[..., None]
+    top_q, sum_q, b_sum, top_p, sum_p, a_sum = stats.split(1, -1)
+    q, p, b, a = terms(student, teacher, valid, top_q, sum_q, top_p, sum_p, kind, beta, temperature)
+    d, out = d[..., None] * (1 / temperature), []
+    both = ((student, b, q, b_sum), (teacher, a, p, a_sum))
+    for (z, share, prob, total), want in zip(both, wanted, strict=True):
+        g = d * (share - prob * total) if want else None
+        if g is not None and valid is not None:
+            g = torch.where(valid, g, 0.0)
+        out.append(None if g is None else cast(g, z.dtype))
+    return out[0], out[1]
+
+
+def _masked(student: Tensor, teacher: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    # before exp and log: what an ignored row holds, NaN included, reaches neither value nor
+    # gradient
+    dtype = torch.promote_types(wide(student.dtype), teacher.dtype)
+    z = student.to(dtype), teacher.to(dtype)
+    return z if valid is None else (torch.where(valid, z[0], 0.0), torch.where(valid, z[1], 0.0))
+
+
+def terms(
+    student: Tensor, teacher: Tensor, valid: Tensor | None, top_q: Tensor, sum_q: Tensor,
+    top_p: Tensor, sum_p: Tensor, kind: str, beta: float, temperature: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Plain torch, to third order: q, p, b, a."""
+    zq, zp = _masked(student, teacher, valid)
+    zq, zp = (zq - top_q) * (1 / temperature), (zp - top_p) * (1 / temperature)
+    q, p = zq.exp() / sum_q, zp.exp() / sum_p
+    # where a probability is 0 its logarithm is replaced before the product, not after it: the
+    # gradient of 0 * inf is NaN
+    no_q, no_p = q == 0, p == 0
+    r = torch.where(no_q & no_p, 0.0, (zp - zq) - (sum_p / sum_q).log())
+    if kind == "tvd":
+        half = 0.5 * torch.sign(p - q)
+        return q, p, -half * q, half * p
+    near = r.abs() < 0.5
+    close, far = torch.where(near, r, 0.0), torch.where(near, 1.0, r)
+    if kind == "kl":
+        b = torch.where(near, p * torch.expm1(-close), q - p)
+        return q, p, b, p * torch.where(no_p, 0.0, r)
+    # log(m / q) and log(m / p): near p = q from the first form, exactly 0 there, and smooth; away
+    # from it from the second, which overflows nowhere
+    log_p, log_q = (r.new_full((), math.log(w)) for w in (beta, 1 - beta))
+    m = torch.log1p(beta * torch.expm1(close))
+    m_q = torch.where(near, m, torch.logaddexp(far + log_p, log_q))
+    m_p = torch.where(near, m - close, torch.logaddexp(log_p, log_q - far))
+    b = (beta - 1) * q * torch.where(no_q, 0.0, m_q)
+    return q, p, b, -beta * p * torch.where(no_p, 0.0, m_p)
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _fwd_kernel(
+    student_ptr, teacher_ptr, y_ptr, value_ptr, stats_ptr, v, KIND: tl.constexpr,
+    BETA: tl.constexpr, SCALE: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    v_read = v
+    if y_ptr is not None:  # a row that is ignored is not read
+        v_read = tl.where(tl.load(y_ptr + row) == IGNORE, 0, v)
+    value, top_q, sum_q, b_sum, top_p, sum_p, a_sum = divergence_row(
+        student_ptr + row * v, teacher_ptr + row * v, v_read, value_ptr.dtype.element_ty,
+        KIND, BETA, SCALE, BLOCK,
+    )  # fmt: skip
+    tl.store(value_ptr + row, value)
+    stats_ptr += 6 * row
+    tl.store(stats_ptr, top_q)
+    tl.store(stats_ptr + 1, sum_q)
+    tl.store(stats_ptr + 2, b_sum)
+    tl.store(stats_ptr + 3, top_p)
+    tl.store(stats_ptr + 4, sum_p)
+    tl.store(stats_ptr + 5, a_sum)
+
+
+@triton.jit
+def _bwd_kernel(
+    d_ptr, student_ptr, teacher_ptr, y_ptr, stats_ptr, dstudent_ptr, dteacher_ptr, v,
+    KIND: tl.constexpr, BETA: tl.constexpr, SCALE: tl.constexpr, IGNORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    stats_ptr += 6 * row
+    v_read = v
+    if y_ptr is not None:
+        v_read = tl.where(tl.load(y_ptr + row) == IGNORE, 0, v)
+    zq, zp = divergence_load(
+        student_ptr + row * v, teacher_ptr + row * v, col, v_read, stats_ptr.dtype.element_ty
+    )
+    q, p, b, a = divergence_terms(
+        zq, zp, tl.load(stats_ptr), tl.load(stats_ptr + 1), tl.load(stats_ptr + 3),
+        tl.load(stats_ptr + 4), KIND, BETA, SCALE,
+    )  # fmt: skip
+    d = tl.load(d_ptr + row) * SCALE
+    if dstudent_ptr is not None:
+        g = tl.where(v_read == 0, 0.0, d * (b - q * tl.load(stats_ptr + 2)))
+        g = narrow(g, dstudent_ptr.dtype.element_ty)
+        tl.store(dstudent_ptr + row * v + col, g, col < v)
+    if dteacher_ptr is not None:
+        g = tl.where(v_read == 0, 0.0, d * (a - p * tl.load(stats_ptr + 5)))
+        g = narrow(g, dteacher_ptr.dtype.element_ty)
+        tl.store(dteacher_ptr + row * v + col, g, col < v)
+
+
+def _fwd_triton(
+    student: Tensor, teacher: Tensor, y: Tensor | None, *,
+    kind: str, beta: float, temperature: float, ignore_index: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    v, lead = student.shape[-1], student.shape[:-1]
+    dtype = torch.promote_types(wide(student.dtype), teacher.dtype)
+    value = student.new_empty(lead, dtype=dtype)
+    stats = student.new_empty((*lead, 6), dtype=dtype)
+    zq, zp = (rows_of(z, v).contiguous() for z in (student, teacher))
+    launch(
+        _fwd_kernel, (zq.shape[0],), zq, zp, contiguous(y), value, stats, v,
+        KIND=kind, BETA=beta, SCALE=1 / temperature, IGNORE=ignore_index, **row_tile(v, 4096),
+    )  # fmt: skip
+    return value, stats
+
+
+def _bwd_triton(
+    d: Tensor, student: Tensor, teacher: Tensor, y: Tensor | None, stats: Tensor, *,
+    kind: str, beta: float, temperature: float, ignore_index: int, wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    v, tile = student.shape[-1], row_tile(student.shape[-1], 2048)
+    zq, zp = (rows_of(z, v).contiguous() for z in (student, teacher))
+    dstudent = student.new_empty(student.shape) if wanted[0] else None
+    dteacher = teacher.new_empty(teacher.shape) if wanted[1] else None
+    launch(
+        _bwd_kernel, (zq.shape[0], -(-v // tile["BLOCK"])), d.contiguous(), zq, zp, contiguous(y),
+        stats.contiguous(), dstudent, dteacher, v,
+        KIND=kind, BETA=beta, SCALE=1 / temperature, IGNORE=ignore_index, **tile,
+    )  # fmt: skip
+    return dstudent, dteacher
+
+
+# -- rule ------------------------------------------------------------------------------------------
+
+_rows = custom_vjp(
+    "divergence",
+    fwd={"reference": _fwd_ref, "triton": _fwd_triton},
+    bwd={"reference": _bwd_ref, "triton": _bwd_triton},
+    differentiable=("student", "teacher"),
+    rows=("student", "teacher", "y"),
+)
+
+
+def divergence(
+    op: str, kind: str, student: Tensor, teacher: Tensor, y: Tensor | None, *, beta: float = 0.5,
+    temperature: float, ignore_index: int, token_weight: Tensor | None, reduction: str,
+    n_valid: float | Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Check the arguments of a public function, and reduce its rows."""
+    check_tensors(
+        op, student=(student, "... v"), teacher=(teacher, "... v"), y=(y, "? int ..."),
+        token_weight=(token_weight, "? ..."),
+    )  # fmt: skip
+    check_same_shape(op, student=student, teacher=teacher)
+    check_rows(op, y, student=student)
+    check_rows(op, token_weight, "token_weight", "weight", student=student)
+    check_positive(op, "temperature", temperature)
+    check_reduction(op, student.shape[-1], reduction, n_valid, student=student)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"{op}: beta must lie in [0, 1], got {beta}")
+    if kind == "jsd" and beta in (0, 1):
+        kind, student, teacher = "kl", *((teacher, student) if beta else (student, teacher))
+    y = None if y is None else y.long()
+    rows = _rows(
+        student, teacher, y, kind=kind, beta=beta, temperature=temperature,
+        ignore_index=ignore_index,
+    )  # fmt: skip
+    if y is not None:
+        n = normaliser(y, None, ignore_index, reduction, n_valid, rows.dtype)
+    elif reduction == "mean":
+        n = divisor(rows.numel() if n_valid is None else n_valid, rows.device, rows.dtype)
+    else:
+        n = None
+    return reduce_rows(rows, token_weight, reduction, n)
