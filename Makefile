@@ -29,8 +29,8 @@ slow: .venv/.ready  ## run the tests that take minutes each
 	@$(PYTEST) -m slow
 
 # the slow tests of one op; 5 is pytest's exit status when it finds none
-SAMPLE ?= rms_norm
-slow-sample: .venv/.ready  ## run the slow tests of one op, SAMPLE=rms_norm
+SAMPLE ?= rms_norm-gemma
+slow-sample: .venv/.ready  ## run the slow tests of one op, SAMPLE=rms_norm-gemma
 	@$(PYTEST) -m slow -k '$(SAMPLE)' || { status=$$?; [ $$status -eq 5 ] || exit $$status; \
 		echo 'no slow test is named after $(SAMPLE)'; }
 
