@@ -575,7 +575,8 @@ ROWS = [
     Row("fused_linear_ce_with_stats", bound(linear_stats, **ALL), bound(linear_oracle, **ALL), head,
         DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u"), flops=2.0),  # late gradients of its terms
     Row("fused_linear_logp", bound(logp, temperature=0.7),
-        first(bound(logp_oracle, temperature=0.7)), biased_head, ("w", "x", "b"), HEAD_SIZES, HEAD, ("b",), flops=4 / 3,
+        first(bound(logp_oracle, temperature=0.7)), biased_head, ("w", "x", "b"), HEAD_SIZES,
+        HEAD, ("b",), flops=4 / 3,
         bench=Bench(again, "one product forward, three backward: logits are formed again",
                     [{"lead": (8192,), "d": 4096, "v": 128256}],
                     [{"lead": (512,), "d": 256, "v": 8000}],

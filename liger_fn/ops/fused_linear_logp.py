@@ -51,14 +51,14 @@ def _rows_ref(
     valid = y != row.ignore_index
     bad, at = out_of_range(y, z.shape[-1], valid)
     t = torch.where(valid[..., None], transformed(z, row) / temperature, 0.0)
-    u = t - (top := t.detach().amax(-1, keepdim=True))
+    u = t - t.detach().amax(-1, keepdim=True)
     logp = u - u.exp().sum(-1, keepdim=True).log()
     logp = torch.where(logp == -torch.inf, logp.detach(), logp)  # no gradient, not that of 0 * inf
     p, parts = logp.exp(), [logp.gather(-1, at[..., None])[..., 0]]
     if stats:
         surprise = torch.where(p == 0, 0.0, logp)
         parts.append(-(p * surprise).sum(-1))
-        parts += [torch.logsumexp(2 * logp, -1), top[..., 0] + u.mean(-1)]
+        parts += [torch.logsumexp(2 * logp, -1), t.mean(-1)]
     parts = [torch.where(valid, part.masked_fill(bad, torch.nan), 0.0) for part in parts]
     found = (*parts, valid & (z.argmax(-1) == y)) if stats else tuple(parts)
     if not gradient:
