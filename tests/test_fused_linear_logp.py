@@ -21,7 +21,7 @@ OPTIONS = [
     {},
     {"temperature": 0.6},
     {"softcap": 4.0, "logit_scale": 0.5, "temperature": 1.3},
-    {"chunk": 2},
+    {"chunk": 40},
 ]
 some_options = pytest.mark.parametrize("how", OPTIONS, ids=str)
 
@@ -91,7 +91,8 @@ def test_temperature_divides_the_capped_logits(backend, device):
 @some_options
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_error_is_at_most_twice_that_of_plain_torch(backend, device, dtype, how):
-    w, x, b, y = drawn(7, 16, 33, device, dtype)
+    # many rows: the largest error of a few is luck
+    w, x, b, y = drawn(96, 16, 33, device, dtype)
     assert_pure_and_exact(ours(y, **how), plain(y, **how), exact(y, **how), w, x, b)
 
 
