@@ -398,6 +398,34 @@ def logp_oracle(
     return tuple(torch.where(live, t, 0.0) for t in found)
 
 
+def two_heads(
+    draw: Draw, lead: tuple[int, ...], d: int, v: int, full: bool = True
+) -> dict[str, Tensor]:
+    """Student and teacher, whose widths differ by one."""
+    made = {
+        "w": draw.normal(v, d, scale=2 / math.sqrt(d)), "x": draw.normal(*lead, d),
+        "teacher_w": draw.normal(v, d + 1, scale=2 / math.sqrt(d)),
+        "teacher_x": draw.normal(*lead, d + 1),
+    }  # fmt: skip
+    return made | ({"y": draw.targets(lead, v), "u": draw.normal(*lead)} if full else {})
+
+
+def distilled(
+    w: Tensor, x: Tensor, teacher_w: Tensor, teacher_x: Tensor, y: Any = None, u: Any = None, *,
+    of: Function, chunk: Any = 2, **options: Any,
+) -> Tensor:  # fmt: skip
+    return of(w, x, teacher_w, teacher_x, y=y, token_weight=u, chunk=chunk, **options)
+
+
+def distilled_oracle(
+    w: Tensor, x: Tensor, teacher_w: Tensor, teacher_x: Tensor, y: Any = None, u: Any = None, *,
+    softcap: float | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    z = x @ w.mT
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    return divergence_oracle(z, teacher_x @ teacher_w.mT, y, u, **options)
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 # what laws draw
@@ -443,6 +471,11 @@ def again(lead: tuple[int, ...], d: int, v: int) -> tuple[float, float]:
     return size, 4 * size
 
 
+def distillation(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, float]:
+    size = 2 * math.prod(lead) * v
+    return size * (2 * d + 1), size * (4 * d + 1)
+
+
 def products(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, float]:
     size = 2 * math.prod(lead) * d * v
     return size, 3 * size
@@ -455,6 +488,8 @@ KEPT_TEACHER = Bench(
     wanted=("student",),
 )  # fmt: skip
 
+PAIR_SIZES = {"lead": (3,), "d": 3, "v": 5}
+EACH = {"temperature": 1.5, "softcap": 3.0, "reduction": "none"}
 WARM = {"temperature": 1.7, "softcap": 3.0, "logit_scale": 0.8}
 
 ROWS = [
@@ -589,4 +624,20 @@ ROWS = [
                     fn=bound(logp, temperature=0.7, chunk=None), limit="matmul")),
     Row("fused_linear_logp_with_stats", bound(logp_stats, **WARM), bound(logp_oracle, **WARM),
         biased_head, ("w", "x", "b"), HEAD_SIZES, HEAD, ("b",), block=4, flops=4 / 3),
+    Row("fused_linear_kl", bound(distilled, of=liger_fn.fused_linear_kl),
+        bound(distilled_oracle, rows=kl_rows), two_heads, ("w", "x"), {**PAIR_SIZES, "full": False},
+        {**HEAD, "full": [False]},
+        bench=Bench(distillation, "one product for each of the two logits, two more with backward",
+                    [{"lead": (8192,), "d": 4096, "v": 128256, "full": False}],
+                    [{"lead": (256,), "d": 256, "v": 8000, "full": False}],
+                    fn=bound(distilled, of=liger_fn.fused_linear_kl, chunk=None), limit="matmul")),
+    Row("fused_linear_kl-none", bound(distilled, of=liger_fn.fused_linear_kl, **EACH),
+        bound(distilled_oracle, rows=kl_rows, **EACH), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
+        ("y", "u"), block=4, flops=20 / 13),  # both logits again; their widths are 3 and 4
+    Row("fused_linear_jsd", bound(distilled, of=liger_fn.fused_linear_jsd, beta=0.3),
+        bound(distilled_oracle, rows=jsd_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
+        ("y", "u")),
+    Row("fused_linear_tvd", bound(distilled, of=liger_fn.fused_linear_tvd, temperature=1.5),
+        bound(distilled_oracle, rows=tvd_rows, temperature=1.5), two_heads, ("w", "x", "u"),
+        PAIR_SIZES, HEAD, ("y", "u")),
 ]  # fmt: skip
