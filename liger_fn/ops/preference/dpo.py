@@ -1,0 +1,162 @@
+"""Direct preference optimisation: the policy's own log-probabilities as a reward model.
+
+    c, r = log(p / p_ref) of chosen and rejected sequences        (b,)        logp: (2b, t), (2b,)
+    loss = mean over pairs of -log sigmoid(beta * (c - r))
+
+Other losses of one pair, by loss_type, are in `_dpo_terms`; they are algebra on log-probabilities,
+in float32 (float64 stays float64), and plain torch differentiates them. Rafailov et al., 2023,
+arXiv:2305.18290.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from liger_fn.ops._sequences import masked
+from liger_fn.ops.preference._dpo_terms import (
+    BY_LENGTH,
+    Options,
+    check_options,
+    check_reference_use,
+    live_terms,
+    terms_of,
+)
+from liger_fn.ops.preference._pairs import (
+    Pairs,
+    check_counts,
+    check_pairs,
+    pair_mean,
+    read_pairs,
+)
+
+
+def dpo_from_logp(
+    logp: Tensor, y: Tensor | None = None, ref_logp: Tensor | None = None,
+    log_sum_sq: Tensor | None = None, *,
+    loss_type: str | Sequence[str] = "sigmoid", loss_weights: Sequence[float] | None = None,
+    beta: float = 0.1, label_smoothing: float = 0.0, f_divergence: str = "reverse_kl",
+    f_alpha: float | None = None, discopop_tau: float | None = None, ld_alpha: float | None = None,
+    average_logp: bool = False, nll_weight: float = 0.0, n_valid: float | Tensor | None = None,
+    nll_n_valid: float | Tensor | None = None, ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """Preference loss of pairs from log-probabilities of their tokens or sequences.
+
+    With s label_smoothing, b beta, c and r the log-ratios of a pair, d = c - r, S the sigmoid:
+
+    | loss_type | loss of a pair | paper |
+    |---|---|---|
+    | "sigmoid" | -(1-s) log S(b d) - s log S(-b d) | DPO, arXiv:2305.18290 |
+    | "robust" | (-(1-s) log S(b d) + s log S(-b d)) / (1 - 2s) | rDPO, arXiv:2403.00409 |
+    | "hinge" | max(0, 1 - b d) | SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657 |
+    | "ipo" | (d' - 1/(2b))**2, d' from c and r over their numbers of tokens | arXiv:2310.12036 |
+    | "exo_pair" | KL((S(b d), S(-b d)), (1-s, s)) | EXO, arXiv:2402.00856 |
+    | "nca_pair" | -log S(b c) - (log S(-b c) + log S(-b r)) / 2 | NCA, arXiv:2402.05369 |
+    | "sppo_hard" | (c - 1/(2b))**2 + (r + 1/(2b))**2 | SPPO, arXiv:2405.00675 |
+    | "apo_zero" | 1 - S(b c) + S(b r) | APO, arXiv:2408.06266 |
+    | "apo_down" | S(b c) + 1 - S(b d) | APO, arXiv:2408.06266 |
+    | "discopop" | -S(-b d/tau) log S(b d) + S(b d/tau) exp(-b d) | arXiv:2406.08414 |
+    | "bco_pair" | -log S(b c) - log S(-b r), shift of rewards 0 | BCO, arXiv:2404.04656 |
+    | "sigmoid_norm" | "sigmoid" of d' | Tulu 3, arXiv:2411.15124 |
+    | "aot" | "sigmoid" of log p_c/p_r less that of ref, each sorted | AOT, arXiv:2406.05882 |
+    | "aot_unpaired" | "sigmoid" of c less r, each sorted | AOT, arXiv:2406.05882 |
+    | "sft" | the nll term alone; reads no reference | RPO, arXiv:2404.19733 |
+
+    Args:
+        logp: log-probabilities per token (2b, t) beside y, or per sequence (2b,) without; rows
+            [:b] chosen, [b:] rejected.
+        y: targets (2b, t), integers, of which only ignore_index has a meaning: that token does not
+            count, whatever the other tensors hold there.
+        ref_logp: of the reference policy, not differentiated: (2b, t), or (2b,), taken as it is.
+        log_sum_sq: log sum p**2 of each token (2b, t): weighs pairs by how likely the policy is to
+            write them (WPO, arXiv:2406.11827); not differentiated.
+        loss_type: a name from the table, or several whose losses add up.
+        loss_weights: one for each name of a list; default 1.
+        beta: how far the policy may leave the reference: higher is closer.
+        label_smoothing: chance in [0, 1) that a pair is labelled the wrong way round.
+        f_divergence: f' of the ratio takes the place of its logarithm in d: "reverse_kl",
+            "forward_kl" (1 - 1/u), "js" (log(2u / (1 + u))), "alpha" ((u**(a-1) - 1) / (a - 1));
+            where the loss reads d alone. f-DPO, arXiv:2309.16240.
+        f_alpha: a of "alpha"; default 0.5.
+        discopop_tau: tau of "discopop"; default 0.05.
+        ld_alpha: weight of the tokens of a sequence past the length of the other (LD-DPO,
+            arXiv:2409.06411).
+        average_logp: logp of a sequence is the mean over its tokens, not their sum.
+        nll_weight: of the mean of -logp over all unignored chosen tokens, which is added.
+        n_valid: what the mean over pairs divides by instead of b: the global number under gradient
+            accumulation or data parallelism.
+        nll_n_valid: what the nll term divides by instead of the batch's own number of tokens.
+        ignore_index: marks the tokens that do not count.
+
+    Returns:
+        float32 scalar (float64 for float64). A pair with an ignored sequence contributes 0 to value
+        and gradient, and still counts in b. Exponents stop at 60.
+
+    Raises:
+        ValueError: shapes do not fit, or an option has no meaning beside the others.
+        TypeError: a tensor is of the wrong kind.
+
+    Example:
+        >>> dpo_from_logp(torch.tensor([-1.0, -3.0]), None, torch.tensor([-2.0, -2.0]), beta=0.5)
+        tensor(0.3133)
+
+    Notes:
+        TRL 1.16 differs: it does not smooth "sigmoid" and "sigmoid_norm", clamps only the exponent
+        of "alpha" (at 80), and lets an ignored sequence into the mean.
+    """
+    o = Options(
+        loss_type, loss_weights, beta, label_smoothing, f_divergence, f_alpha, discopop_tau,
+        ld_alpha, average_logp, nll_weight,
+    )  # fmt: skip
+    _check("dpo_from_logp", logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid)
+    return _loss(logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid, ignore_index)[0]
+
+
+def _loss(
+    logp: Tensor, y: Tensor | None, ref_logp: Tensor | None, log_sum_sq: Tensor | None, o: Options,
+    n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None, ignore_index: int,
+) -> tuple[Tensor, Pairs]:  # fmt: skip
+    pairs = read_pairs(
+        logp, y, ref_logp, ignore_index=ignore_index, average=o.average_logp, ld_alpha=o.ld_alpha,
+        nll_n_valid=nll_n_valid,
+    )  # fmt: skip
+    terms, loss = terms_of(pairs, o), o.nll_weight * pairs.nll
+    trust = None
+    if log_sum_sq is not None and y is not None:
+        trust = _trust(logp, log_sum_sq, y != ignore_index)
+    for name, share in zip(o.types, o.weights, strict=True):
+        if name == "sft":
+            loss = loss + share * pairs.nll
+            continue
+        each, live = live_terms(name, terms)
+        each = each if trust is None else each * trust
+        loss = loss + share * pair_mean(each, live, n_valid)
+    return loss, pairs
+
+
+def _trust(logp: Tensor, log_sum_sq: Tensor, live: Tensor) -> Tensor:
+    """WPO: how likely the policy is to write both sequences of a pair, against its own samples."""
+    aligned = masked(logp.detach(), live) - masked(log_sum_sq.detach(), live)
+    chosen, rejected = (aligned.sum(-1) / live.sum(-1).clamp(min=1)).exp().tensor_split(2)
+    return chosen * rejected
+
+
+def _check(
+    op: str, logp: Tensor, y: Tensor | None, ref_logp: Tensor | None, log_sum_sq: Tensor | None,
+    o: Options, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None,
+) -> None:  # fmt: skip
+    weighted = log_sum_sq is not None
+    check_options(op, o, weighted)
+    reasons = {
+        "'sft' is a mean over tokens": "sft" in o.types,
+        "nll_weight weighs a mean over tokens": o.nll_weight > 0,
+        "'ipo' and 'sigmoid_norm' divide by numbers of tokens": bool(BY_LENGTH & {*o.types}),
+        "average_logp divides by numbers of tokens": o.average_logp,
+        "ld_alpha weighs tokens": o.ld_alpha is not None,
+        "log_sum_sq is per token": weighted,
+    }
+    needs_y = next((reason for reason, holds in reasons.items() if holds), None)
+    check_pairs(op, logp, y, needs_y, ref_logp=ref_logp, log_sum_sq=log_sum_sq)
+    check_counts(op, logp, n_valid, nll_n_valid, o.nll_weight > 0 or "sft" in o.types)
+    check_reference_use(op, o, ref_logp is not None, "ref_logp")
