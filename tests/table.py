@@ -67,6 +67,7 @@ class Row:
     axes: Mapping[str, Sequence[Any]]  # what laws draw for each of the sizes
     optional: tuple[str, ...] = ()  # arguments that may be None
     plain: Function | None = None  # plain torch as users write it, where the oracle is not that
+    flops: float = 1.0  # of plain torch's: more where logits are formed again
     block: int | None = None  # longest block of a kernel, to make short rows long ones
     bench: Bench | None = None
 
@@ -364,6 +365,33 @@ def student_and_teacher(
     return made | ({"y": draw.targets(lead, v), "u": draw.normal(*lead)} if full else {})
 
 
+def biased_head(draw: Draw, lead: tuple[int, ...], d: int, v: int) -> dict[str, Tensor]:
+    made = head(draw, lead, d, v)
+    return {name: made[name] for name in ("w", "x", "y", "b")}
+
+
+def logp(w: Tensor, x: Tensor, y: Tensor, b: Any = None, chunk: Any = 4, **options: Any) -> Tensor:
+    return liger_fn.fused_linear_logp(w, x, y, b=b, chunk=chunk, **options)
+
+
+def logp_stats(w: Tensor, x: Tensor, y: Tensor, b: Any = None, **options: Any) -> Any:
+    found = liger_fn.fused_linear_logp_with_stats(w, x, y, b=b, chunk=4, **options)
+    return tuple(found[:4])
+
+
+def logp_oracle(
+    w: Tensor, x: Tensor, y: Tensor, b: Tensor | None = None, *, temperature: float = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    z = (x @ w.mT + (0.0 if b is None else b)) * logit_scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    log_p, live = z.log_softmax(-1), y != -100
+    p = log_p.exp()
+    own = log_p.gather(-1, y.clamp(min=0)[..., None])[..., 0]
+    found = own, -(p * log_p).sum(-1), p.square().sum(-1).log(), z.mean(-1)
+    return tuple(torch.where(live, t, 0.0) for t in found)
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 # what laws draw
@@ -404,6 +432,11 @@ def turned(lead: tuple[int, ...], t: int, h: int, hk: int, pairs: int, **_: Any)
     return 2 * size, 4 * size
 
 
+def again(lead: tuple[int, ...], d: int, v: int) -> tuple[float, float]:
+    size = 2 * math.prod(lead) * d * v
+    return size, 4 * size
+
+
 def products(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, float]:
     size = 2 * math.prod(lead) * d * v
     return size, 3 * size
@@ -415,6 +448,8 @@ KEPT_TEACHER = Bench(
     [{"lead": (4096,), "v": 128256, "full": False}], [{"lead": (256,), "v": 4096, "full": False}],
     wanted=("student",),
 )  # fmt: skip
+
+WARM = {"temperature": 1.7, "softcap": 3.0, "logit_scale": 0.8}
 
 ROWS = [
     Row("rms_norm", bound(liger_fn.rms_norm, eps=1e-3), bound(rms_norm, eps=1e-3), rows_and_gain,
@@ -536,7 +571,16 @@ ROWS = [
         DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u"), block=4),
     Row("fused_linear_ce-none", bound(linear, **ALL, reduction="none"),
         first(bound(linear_oracle, **ALL, reduction="none")), head, DIFF_HEAD, HEAD_SIZES, HEAD,
-        ("b", "c", "u")),
+        ("b", "c", "u"), flops=4 / 3),
     Row("fused_linear_ce_with_stats", bound(linear_stats, **ALL), bound(linear_oracle, **ALL), head,
-        DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u")),
+        DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u"), flops=2.0),  # late gradients of its terms
+    Row("fused_linear_logp", bound(logp, temperature=0.7),
+        first(bound(logp_oracle, temperature=0.7)), biased_head, ("w", "x", "b"), HEAD_SIZES,
+        HEAD, ("b",), flops=4 / 3,
+        bench=Bench(again, "one product forward, three backward: logits are formed again",
+                    [{"lead": (8192,), "d": 4096, "v": 128256}],
+                    [{"lead": (512,), "d": 256, "v": 8000}],
+                    fn=bound(logp, temperature=0.7, chunk=None), limit="matmul")),
+    Row("fused_linear_logp_with_stats", bound(logp_stats, **WARM), bound(logp_oracle, **WARM),
+        biased_head, ("w", "x", "b"), HEAD_SIZES, HEAD, ("b",), block=4, flops=4 / 3),
 ]  # fmt: skip

@@ -95,11 +95,7 @@ def row_pullback(
             g = g - (d_nll * (s / z.shape[-1]))[..., None] * weight
     if d_zsq is not None:
         g = g + p * (d_zsq * 2 * own * (top + logsum))[..., None]
-    if row.softcap is not None:
-        # tanh itself: z / softcap would round it twice more, which shows where 1 - t * t cancels
-        t = torch.where(valid[..., None], _tanh(logits, row, row.softcap), 0.0)
-        g = g * (1 - t * t)
-    g = (g * row.logit_scale).masked_fill(bad[..., None], torch.nan)
+    g = (g * slope(logits, row, valid)).masked_fill(bad[..., None], torch.nan)
     return torch.where(valid[..., None], g, 0.0)
 
 
@@ -107,6 +103,15 @@ def transformed(logits: Tensor, row: Row) -> Tensor:
     if row.softcap is not None:
         return row.softcap * _tanh(logits, row, row.softcap)
     return wide(logits) if row.logit_scale == 1.0 else wide(logits) * row.logit_scale
+
+
+def slope(logits: Tensor, row: Row, valid: Tensor) -> Tensor | float:
+    """The derivative of `transformed`."""
+    if row.softcap is None:
+        return row.logit_scale
+    # tanh itself: z / softcap would round it twice more, which shows where 1 - t * t cancels
+    t = torch.where(valid[..., None], _tanh(logits, row, row.softcap), 0.0)
+    return (1 - t * t) * row.logit_scale
 
 
 def _tanh(logits: Tensor, row: Row, softcap: float) -> Tensor:

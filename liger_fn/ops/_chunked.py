@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_fn._check import check_tensors
 from liger_fn._math import wide
 from liger_fn._vjp import tracked
+from liger_fn.ops._ce import check_rows
 
 # bytes of one chunk of logits: enough rows on a GPU to keep its products at full speed; on a CPU a
 # chunk is held a few times over (logits, exponentials, gradient) and gains nothing from more rows
@@ -26,6 +28,16 @@ _BUDGET_GPU = 1 << 30
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps")  # a meta tensor has none
 
 Rows = Callable[..., tuple[tuple[Tensor, ...], Tensor | None]]
+
+
+def check_head(
+    op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, chunk: int | None
+) -> None:
+    """Hold the tensors of a head together."""
+    check_tensors(op, w=(w, "v d"), x=(x, "... d"), y=(y, "int ..."), b=(b, "? v"))
+    check_rows(op, y, x=x)
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"{op}: chunk must be an integer above 0, got {chunk!r}")
 
 
 def chunk_size(v: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -1,11 +1,11 @@
-"""The two rules over a row pass of cross entropy: a loss that is a sum, and losses per row.
+"""The two rules over a row pass: a cross entropy that is a sum, and results per row.
 
 A sum forms dw, dx and db in its forward pass, while a chunk of logits is at hand, with the weights
 of the rows as coefficients: 3 products. Its pullback scales them. Losses per row do not know their
 coefficients before backward, and form all of it there from new logits: 4 products.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -133,9 +133,16 @@ def _rows_bwd(
     **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     _, *grads = _loop(rows, w, x, b, y, class_weight, d_nll, d_zsq, wanted, **options)
+    return primal_dtypes(grads, w, x, b)
+
+
+def primal_dtypes(
+    grads: Sequence[Tensor | None], *primals: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Each gradient in the dtype of its argument."""
     return tuple(
         g.to(t.dtype) if g is not None and t is not None else None
-        for g, t in zip(grads, (w, x, b), strict=True)
+        for g, t in zip(grads, primals, strict=True)
     )
 
 
@@ -145,10 +152,6 @@ def _products(w: Any, x: Any, n: int) -> int:
 
 def _fwd_flops(w: Any, x: Any, *_: Any, wanted: Any = (), **__: Any) -> int:
     return _products(w, x, 1 + sum(wanted[:2]))
-
-
-def _rows_fwd_flops(w: Any, x: Any, *_: Any, **__: Any) -> int:
-    return _products(w, x, 1)
 
 
 def _loss_flops(d_loss: Any, *_: Any, **__: Any) -> int:
@@ -169,12 +172,6 @@ def _late_flops(
     return 0 if d_nll is None and d_zsq is None else _products(w, x, 1 + sum(wanted[:2]))
 
 
-def _rows_flops(
-    d_nll: Any, d_zsq: Any, d_correct: Any, w: Any, x: Any, *_: Any, wanted: Any = (), **__: Any
-) -> int:
-    return _products(w, x, 1 + sum(wanted[:2]))
-
-
 def _sum_fake(
     w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None,
     u: Tensor | None, *, compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
@@ -190,13 +187,6 @@ def _sum_fake(
     scalars = (x.new_empty((), dtype=dtype) for _ in range(3))
     per_row = (y.new_empty(y.shape, dtype=dtype) for _ in range(2))
     return *scalars, y.new_empty(y.shape, dtype=torch.bool), *formed, *per_row
-
-
-def _rows_fake(
-    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *_: Any, compute: torch.dtype, **__: Any
-) -> tuple[Tensor, ...]:
-    dtypes = wide(compute), wide(compute), torch.bool
-    return tuple(y.new_empty(y.shape, dtype=dtype) for dtype in dtypes)
 
 
 def _rule(
@@ -231,9 +221,29 @@ def stats_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
     )  # fmt: skip
 
 
-def rows_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
+def rows_rule(
+    name: str, passes: dict[Any, Rows], fwd: Callable[..., Any], bwd: Callable[..., Any], *,
+    floats: int, flag: bool,
+) -> Callable[..., Any]:  # fmt: skip
+    """(w, x, b, y, ...) to results of each row: so many numbers, then perhaps a bool."""
+    outputs = floats + flag
+
+    def fake(
+        w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *_: Any, compute: torch.dtype, **__: Any
+    ) -> tuple[Tensor, ...]:
+        kinds = (wide(compute),) * floats + (torch.bool,) * flag
+        return tuple(y.new_empty(y.shape, dtype=kind) for kind in kinds)
+
+    def fwd_flops(w: Any, x: Any, *_: Any, **__: Any) -> int:
+        return _products(w, x, 1)
+
+    def bwd_flops(*a: Any, wanted: Any, **_: Any) -> int:
+        return _products(a[outputs], a[outputs + 1], 1 + sum(wanted[:2]))
+
+    flops = (fwd_flops, bwd_flops)
+    return _rule(name, passes, fwd, bwd, outputs=outputs, fake=fake, flops=flops)
+
+
+def ce_rows_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
     """(w, x, b, y, class_weight) to nll, zsq and whether y is the argmax, of each row."""
-    return _rule(
-        name, passes, _rows_fwd, _rows_bwd, outputs=3, fake=_rows_fake,
-        flops=(_rows_fwd_flops, _rows_flops),
-    )  # fmt: skip
+    return rows_rule(name, passes, _rows_fwd, _rows_bwd, floats=2, flag=True)

@@ -66,7 +66,7 @@ def _fwd_kernel(x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, n, per_group, BLOCK: tl.c
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, group = col < n, row // per_group
     x = up(tl.load(x_ptr + row * n + col, mask, other=0.0))
-    y = tanh(tl.load(alpha_ptr + group).to(x.dtype) * x)
+    y = tanh(tl.load(alpha_ptr + group) * x)
     if w_ptr is not None:
         y *= up(tl.load(w_ptr + group * n + col, mask, other=0.0))
     if b_ptr is not None:

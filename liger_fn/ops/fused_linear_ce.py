@@ -29,14 +29,13 @@ from liger_fn.ops._ce import (
     CEStats,
     Row,
     check_options,
-    check_rows,
     normaliser,
     reduced,
     row_losses,
     row_pullback,
 )
-from liger_fn.ops._chunked import chunk_size, product_dtype
-from liger_fn.ops._linear_rules import rows_rule, stats_rule, sum_rule
+from liger_fn.ops._chunked import check_head, chunk_size, product_dtype
+from liger_fn.ops._linear_rules import ce_rows_rule, stats_rule, sum_rule
 
 # -- reference: the row pass in plain torch; the rest is the loop of _chunked ----------------------
 
@@ -110,7 +109,7 @@ def _rows_triton(
 _PASSES = {"reference": _rows_ref, "triton": _rows_triton}
 _loss = sum_rule("fused_linear_ce", _PASSES)
 _stats = stats_rule("fused_linear_ce_stats", _PASSES)
-_per_row = rows_rule("fused_linear_ce_rows", _PASSES)
+_per_row = ce_rows_rule("fused_linear_ce_rows", _PASSES)
 
 
 def fused_linear_ce(
@@ -207,18 +206,9 @@ def _call(
     accum_dtype: torch.dtype, z_loss: float, class_weight: Tensor | None, u: Tensor | None,
     reduction: str, n_valid: float | Tensor | None, row: Row,
 ) -> CEStats:  # fmt: skip
-    check_tensors(
-        op,
-        w=(w, "v d"),
-        x=(x, "... d"),
-        y=(y, "int ..."),
-        b=(b, "? v"),
-        class_weight=(class_weight, "? v"),
-    )
-    check_rows(op, y, x=x)
+    check_head(op, w, x, y, b, chunk)
+    check_tensors(op, w=(w, "v d"), class_weight=(class_weight, "? v"))
     check_options(op, y, w.shape[0], row, reduction, z_loss, u, n_valid)
-    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"{op}: chunk must be an integer above 0, got {chunk!r}")
     if accum_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{op}: accum_dtype must be float32 or bfloat16, got {accum_dtype}")
     y, compute = y.long(), product_dtype(w, x, b)
