@@ -10,15 +10,77 @@ many), where the gradient is 0. Statistics are float32 (float64 stays float64).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_fn._check import check_tensors
+from liger_fn._check import check_positive, check_tensors
 from liger_fn._math import wide
 from liger_fn.ops._ce import divisor
+from liger_fn.ops._chunked import check_head
+from liger_fn.ops.fused_linear_logp import fused_linear_logp
 
 EXP_MAX = 60.0
+
+
+class Head(NamedTuple):
+    """Options of `fused_linear_logp` that a loss hands on to it."""
+
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+    ignore_index: int
+    chunk: int | None
+
+
+class Reference(NamedTuple):
+    """The reference policy: its log-probabilities, or the head and the activations they are of."""
+
+    logp: Tensor | None
+    w: Tensor | None
+    x: Tensor | None
+    b: Tensor | None
+
+    @property
+    def given(self) -> str | None:
+        """The name of the first of them that there is."""
+        return next((f"ref_{name}" for name, t in self._asdict().items() if t is not None), None)
+
+
+NO_REFERENCE = Reference(None, None, None, None)
+
+
+def check_sequences(
+    op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, ref: Reference, head: Head,
+    first: str,
+) -> None:  # fmt: skip
+    """Hold the tensors of a fused loss together, x being (first, t, d)."""
+    check_head(op, w, x, y, b, head.chunk)
+    check_positive(op, "temperature", head.temperature)
+    check_positive(op, "softcap", head.softcap)
+    if ref.logp is not None and ref._replace(logp=None).given:
+        raise ValueError(f"{op}: ref_logp and ref_w, ref_x cannot be given together")
+    if (ref.w is None) != (ref.x is None) or (ref.w is None and ref.b is not None):
+        raise ValueError(f"{op}: ref_w and ref_x must be given together, and with ref_b")
+    whole = isinstance(ref.logp, Tensor) and ref.logp.dim() == 1
+    check_tensors(
+        op, x=(x, f"{first} t d"), ref_logp=(ref.logp, f"? {first}{'' if whole else ' t'}"),
+        ref_w=(ref.w, "? v e"), ref_x=(ref.x, f"? {first} t e"), ref_b=(ref.b, "? v"),
+    )  # fmt: skip
+
+
+def head_logp(w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head) -> Tensor:
+    return fused_linear_logp(w, x, y, b=b, **head._asdict())
+
+
+def reference_logp(ref: Reference, y: Tensor, head: Head) -> Tensor:
+    """What is given, or what the reference's head says; never differentiated."""
+    if ref.logp is not None:
+        return ref.logp
+    w, x = (t.detach() for t in (ref.w, ref.x) if t is not None)
+    return head_logp(w, x, y, None if ref.b is None else ref.b.detach(), head)
 
 
 def check_logp(

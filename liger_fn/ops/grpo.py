@@ -11,87 +11,20 @@ any arithmetic; exponents stop at 60. Shao et al., 2024, arXiv:2402.03300; k3: S
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from liger_fn._check import check_choice, check_count, check_positive, check_tensors
-from liger_fn.ops._sequences import exp_capped, expm1_capped, live_tokens, masked, mean
-
-_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LOSS_TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")
-# what reads an option: with other losses it would do nothing
-_READ_BY = {
-    "eps_low": _CLIPPED,
-    "eps_high": (*_CLIPPED, "cispo"),
-    "delta": _CLIPPED,
-    "sapo_temperatures": ("sapo",),
-    "vespo_k": ("vespo",),
-    "vespo_lambda": ("vespo",),
-}
-
-
-class GRPOMetrics(NamedTuple):
-    """The loss of grpo, and what one watches beside it.
-
-    All but the loss are detached means over the tokens that count (over the sequences that do, of
-    what is one number for each), 0 of none.
-
-    Attributes:
-        loss: scalar, differentiable.
-        kl: k3; 0 without a reference.
-        entropy: of the policy's distributions.
-        ratio: r.
-        clip_low: share with r below 1 - eps_low where the advantage is negative; else 0.
-        clip_high: share with r above 1 + eps_high ("cispo": eps_high), where it is positive.
-    """
-
-    loss: Tensor
-    kl: Tensor
-    entropy: Tensor
-    ratio: Tensor
-    clip_low: Tensor
-    clip_high: Tensor
-
-
-class Options(NamedTuple):
-    """Options of grpo beside its tensors."""
-
-    loss_type: str
-    importance: str
-    eps_low: float | None
-    eps_high: float | None
-    delta: float | None
-    beta: float
-    sapo_temperatures: tuple[float, float] | None
-    vespo_k: tuple[float, float] | None
-    vespo_lambda: tuple[float, float] | None
-    n_valid: float | Tensor | None
-    ignore_index: int
-
-    @property
-    def low(self) -> float:
-        """What lies below 1."""
-        return 0.2 if self.eps_low is None else self.eps_low
-
-    @property
-    def high(self) -> float:
-        """What lies above 1, or above 0 of cispo."""
-        if self.eps_high is not None:
-            return self.eps_high
-        return 5.0 if self.loss_type == "cispo" else self.low
-
-
-class Terms(NamedTuple):
-    """What becomes a loss: `each` and `kl` of tokens; `ratio` of tokens, or (b, 1)."""
-
-    each: Tensor
-    kl: Tensor
-    ratio: Tensor
-    advantages: Tensor
-    live: Tensor
+from liger_fn.ops._grpo import (
+    GRPOMetrics,
+    Options,
+    Terms,
+    check_fused,
+    check_logps,
+    grpo_metrics,
+    grpo_reduced,
+    grpo_terms,
+)
+from liger_fn.ops._sequences import Head, Reference, head_logp, reference_logp
+from liger_fn.ops.fused_linear_logp import fused_linear_logp_with_stats
 
 
 def grpo_from_logp(
@@ -163,104 +96,123 @@ def grpo_from_logp(
         loss_type, importance, eps_low, eps_high, delta, beta, sapo_temperatures, vespo_k,
         vespo_lambda, n_valid, ignore_index,
     )  # fmt: skip
-    _check("grpo_from_logp", logp, y, advantages, old_logp, ref_logp, o)
-    return _reduce(_terms(logp, y, advantages, old_logp, ref_logp, o), o)
+    check_logps("grpo_from_logp", logp, y, advantages, old_logp, ref_logp, o)
+    return grpo_reduced(grpo_terms(logp, y, advantages, old_logp, ref_logp, o), o)
 
 
-def _terms(
-    logp: Tensor, y: Tensor | None, advantages: Tensor, old_logp: Tensor | None,
-    ref_logp: Tensor | None, o: Options,
-) -> Terms:  # fmt: skip
-    live = live_tokens(y, o.ignore_index)
-    live = torch.ones_like(logp, dtype=torch.bool) if live is None else live
-    a = advantages.detach()
-    a = masked(a[:, None] if a.dim() == 1 else a, live)
-    logp = masked(logp, live)
-    # of the policy itself when it is its own old one: the difference is 0 bit for bit
-    u = logp - (logp.detach() if old_logp is None else masked(old_logp.detach(), live))
-    if o.importance == "sequence":
-        ratio = exp_capped(u.sum(-1, keepdim=True) / live.sum(-1, keepdim=True).clamp(min=1))
-    else:
-        ratio = exp_capped(u)
-    if ref_logp is None:
-        kl = torch.zeros_like(logp)
-    else:
-        v = masked(ref_logp.detach(), live) - logp
-        kl = expm1_capped(v) - v
-    each = _policy_term(logp, u, ratio, a, live, o)
-    return Terms(each + o.beta * kl if o.beta else each, kl, ratio, a, live)
+def grpo_loss(
+    w: Tensor, x: Tensor, y: Tensor, advantages: Tensor, *, b: Tensor | None = None,
+    old_logp: Tensor | None = None, ref_logp: Tensor | None = None, ref_w: Tensor | None = None,
+    ref_x: Tensor | None = None, ref_b: Tensor | None = None, loss_type: str = "grpo",
+    importance: str = "token", eps_low: float | None = None, eps_high: float | None = None,
+    delta: float | None = None, beta: float = 0.0,
+    sapo_temperatures: tuple[float, float] | None = None,
+    vespo_k: tuple[float, float] | None = None, vespo_lambda: tuple[float, float] | None = None,
+    n_valid: float | Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
+    logit_scale: float = 1.0, ignore_index: int = -100, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Policy gradient loss of sampled sequences under a head, without its logits in memory.
 
+    Args:
+        w: projection (v, d), as `torch.nn.Linear` holds it; frozen, it costs no product.
+        x: activations (b, t, d).
+        y: sampled columns (b, t), already aligned with x; ignore_index where a token does not
+            count.
+        advantages: of sequences (b,) or of tokens (b, t); not differentiated.
+        b: bias (v,).
+        old_logp: of the policy that sampled (b, t), at the same temperature; None: this one.
+        ref_logp: log-probabilities of the reference policy (b, t), at the same temperature.
+        ref_w: in place of ref_logp, its projection (v, e).
+        ref_x: its activations (b, t, e).
+        ref_b: its bias (v,).
+        loss_type: a name from the table of `grpo_from_logp`.
+        importance: "token", or "sequence": one ratio for each sequence.
+        eps_low: the ratio is clipped below 1 - eps_low; default 0.2.
+        eps_high: the ratio is clipped above 1 + eps_high; "cispo": above eps_high.
+        delta: the ratio is at most delta also where the advantage is negative.
+        beta: weight of the estimate of KL(p || p_ref).
+        sapo_temperatures: T where A > 0, and elsewhere; default (1.0, 1.05).
+        vespo_k: k where A >= 0, and elsewhere; default (2.0, 3.0).
+        vespo_lambda: l where A >= 0, and elsewhere; default (3.0, 2.0).
+        n_valid: replaces the batch's own number that the loss_type divides by.
+        temperature: divides the logits, after scale and cap: that of sampling.
+        softcap: c of c * tanh(z / c), applied to the scaled logits.
+        logit_scale: multiplies the logits first.
+        ignore_index: marks the tokens that do not count.
+        chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
 
-def _policy_term(
-    logp: Tensor, u: Tensor, ratio: Tensor, a: Tensor, live: Tensor, o: Options
-) -> Tensor:
-    if o.loss_type == "cispo":
-        return -ratio.detach().clamp(max=o.high) * a * logp
-    if o.loss_type == "vespo":
-        return -_vespo_weight(u.detach(), a, live, o) * a * logp
-    if o.loss_type == "sapo":
-        above, below = o.sapo_temperatures or (1.0, 1.05)
-        t = torch.full_like(a, below).masked_fill(a > 0, above)
-        return -4.0 / t * torch.sigmoid(t * (ratio - 1)) * a
-    clipped = ratio.clamp(1 - o.low, 1 + o.high)
-    held = ratio if o.delta is None else ratio.clamp(max=o.delta)
-    return -torch.minimum(held * a, clipped * a)
+    Returns:
+        float32 scalar (float64 for float64), with gradients for w, x and b.
 
+    Raises:
+        ValueError: shapes, devices or values of options do not fit.
+        TypeError: a tensor is of the wrong kind.
 
-def _vespo_weight(u: Tensor, a: Tensor, live: Tensor, o: Options) -> Tensor:
-    """W**k exp(l (1 - W)), W the ratio of a whole sequence: of products, not of means."""
-    log_w = torch.where(live, u.clamp(-20.0, 20.0), 0.0).sum(-1, keepdim=True)
-    log_w = log_w.clamp(math.log(1e-8), 20.0)
-    k, rate = (
-        torch.full_like(a, below).masked_fill(a >= 0, above)
-        for above, below in (o.vespo_k or (2.0, 3.0), o.vespo_lambda or (3.0, 2.0))
-    )
-    return (k * log_w - rate * torch.expm1(log_w)).exp()
+    Example:
+        >>> w, x, y = torch.eye(2), torch.zeros(2, 1, 2), torch.tensor([[0], [1]])
+        >>> old = torch.tensor([[-0.6931], [-1.6931]])
+        >>> grpo_loss(w, x, y, torch.tensor([1.0, 1.0]), old_logp=old)
+        tensor(-1.1000)
 
-
-def _reduce(terms: Terms, o: Options) -> Tensor:
-    each, live = terms.each, terms.live
-    b, n = each.shape[0], live.sum(-1)
-    if o.loss_type in ("grpo", "sapo"):
-        each = masked(each, live).sum(-1) / n.clamp(min=1)
-        return mean(each, None, o.n_valid, b)
-    whole = {"dr_grpo": b * each.shape[1], "luspo": b}.get(o.loss_type, n.sum())
-    return mean(each, live, o.n_valid, whole)
-
-
-def _check(
-    op: str, logp: Tensor, y: Tensor | None, advantages: Tensor, old_logp: Tensor | None,
-    ref_logp: Tensor | None, o: Options,
-) -> None:  # fmt: skip
-    check_options(op, o)
-    flat = isinstance(advantages, Tensor) and advantages.dim() == 1
-    check_tensors(
-        op, logp=(logp, "b t"), y=(y, "? int b t"), advantages=(advantages, "b" if flat else "b t"),
-        old_logp=(old_logp, "? b t"), ref_logp=(ref_logp, "? b t"),
+    References:
+        Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300.
+    """
+    terms, o, _ = _fused(
+        "grpo_loss", w, x, y, advantages, b, old_logp,
+        Reference(ref_logp, ref_w, ref_x, ref_b),
+        Options(
+            loss_type, importance, eps_low, eps_high, delta, beta, sapo_temperatures, vespo_k,
+            vespo_lambda, n_valid, ignore_index,
+        ),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk), False,
     )  # fmt: skip
-    check_count(op, "n_valid", o.n_valid, logp=logp)
-    check_reference_use(op, o, ref_logp is not None, "ref_logp")
+    return grpo_reduced(terms, o)
 
 
-def check_reference_use(op: str, o: Options, given: bool, name: str) -> None:
-    """Hold a call to a reference where beta asks for one, and to none where it does not."""
-    if given != (o.beta != 0):
-        raise ValueError(
-            f"{op}: {name} {'cannot' if given else 'must'} be given with beta {o.beta}"
-        )
+def grpo_loss_with_metrics(
+    w: Tensor, x: Tensor, y: Tensor, advantages: Tensor, *, b: Tensor | None = None,
+    old_logp: Tensor | None = None, ref_logp: Tensor | None = None, ref_w: Tensor | None = None,
+    ref_x: Tensor | None = None, ref_b: Tensor | None = None, loss_type: str = "grpo",
+    importance: str = "token", eps_low: float | None = None, eps_high: float | None = None,
+    delta: float | None = None, beta: float = 0.0,
+    sapo_temperatures: tuple[float, float] | None = None,
+    vespo_k: tuple[float, float] | None = None, vespo_lambda: tuple[float, float] | None = None,
+    n_valid: float | Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
+    logit_scale: float = 1.0, ignore_index: int = -100, chunk: int | None = None,
+) -> GRPOMetrics:  # fmt: skip
+    """Return what `grpo_loss` does, and what one watches beside it.
+
+    The arguments are those of `grpo_loss`.
+
+    Returns:
+        GRPOMetrics(loss, kl, entropy, ratio, clip_low, clip_high), scalars; all but the loss are
+        detached.
+
+    Raises:
+        ValueError: as there.
+        TypeError: as there.
+    """
+    terms, o, entropy = _fused(
+        "grpo_loss_with_metrics", w, x, y, advantages, b, old_logp,
+        Reference(ref_logp, ref_w, ref_x, ref_b),
+        Options(
+            loss_type, importance, eps_low, eps_high, delta, beta, sapo_temperatures, vespo_k,
+            vespo_lambda, n_valid, ignore_index,
+        ),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk), True,
+    )  # fmt: skip
+    return grpo_metrics(grpo_reduced(terms, o), terms, entropy, o)
 
 
-def check_options(op: str, o: Options) -> None:
-    """Hold the options of grpo to each other."""
-    check_choice(op, "loss_type", o.loss_type, LOSS_TYPES)
-    check_choice(op, "importance", o.importance, ("token", "sequence"))
-    for name, losses in _READ_BY.items():
-        value = getattr(o, name)
-        if value is not None and o.loss_type not in losses:
-            raise ValueError(f"{op}: {name} cannot be used with loss_type {o.loss_type!r}")
-        for number in value if isinstance(value, tuple) else (value,):
-            check_positive(op, name, number)
-    if o.importance == "sequence" and o.loss_type == "vespo":
-        raise ValueError(f"{op}: importance 'sequence' cannot be used with loss_type 'vespo'")
-    if not o.beta >= 0:
-        raise ValueError(f"{op}: beta must be at least 0, got {o.beta}")
+def _fused(
+    op: str, w: Tensor, x: Tensor, y: Tensor, advantages: Tensor, b: Tensor | None,
+    old_logp: Tensor | None, ref: Reference, o: Options, head: Head, stats: bool,
+) -> tuple[Terms, Options, Tensor]:  # fmt: skip
+    check_fused(op, w, x, y, advantages, b, old_logp, ref, o, head)
+    ref_logp = reference_logp(ref, y, head) if ref.given else None
+    if stats:
+        found = fused_linear_logp_with_stats(w, x, y, b=b, **head._asdict())
+        logp, entropy = found.logp, found.entropy
+    else:
+        logp = entropy = head_logp(w, x, y, b, head)
+    return grpo_terms(logp, y, advantages, old_logp, ref_logp, o), o, entropy

@@ -43,6 +43,10 @@ class Options(NamedTuple):
         return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
     @property
+    def has_nll(self) -> bool:
+        return self.nll_weight > 0 or "sft" in self.types
+
+    @property
     def weights(self) -> tuple[float, ...]:
         return (1.0,) * len(self.types) if self.loss_weights is None else tuple(self.loss_weights)
 
@@ -197,9 +201,9 @@ def _check_unused(op: str, o: Options, types: set[str], weighted: bool) -> None:
             raise ValueError(f"{op}: {name} cannot be used with {beside} {getattr(o, beside)!r}")
 
 
-def check_reference_use(op: str, o: Options, given: bool, name: str) -> None:
+def check_reference_use(op: str, o: Options, given: str | None) -> None:
     """Hold a call to a reference where a loss reads one, and to none where none does."""
     if given and o.types == ("sft",):
-        raise ValueError(f"{op}: {name} cannot be used with 'sft', which has no reference")
+        raise ValueError(f"{op}: {given} cannot be used with 'sft', which has no reference")
     if not given and o.types != ("sft",):
-        raise ValueError(f"{op}: {name} must be given with {o.loss_type!r}")
+        raise ValueError(f"{op}: ref_logp must be given with {o.loss_type!r}")

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from liger_fn._check import check_count, check_positive
 from liger_fn._math import wide
-from liger_fn.ops._sequences import check_logp, live_tokens, masked, mean, sequence_logp
+from liger_fn.ops._sequences import (
+    Head,
+    Reference,
+    check_logp,
+    check_sequences,
+    live_tokens,
+    masked,
+    mean,
+    sequence_logp,
+)
 
 
 class PairMetrics(NamedTuple):
@@ -59,10 +68,17 @@ def check_pairs(
     op: str, logp: Tensor, y: Tensor | None, needs_y: str | None = None, **more: Tensor | None
 ) -> None:
     check_logp(op, y, needs_y, "2b", logp=logp, **more)
-    check_even(op, "logp", logp)
+    _check_even(op, "logp", logp)
 
 
-def check_even(op: str, name: str, t: Tensor) -> None:
+def check_pair_head(
+    op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, ref: Reference, head: Head
+) -> None:
+    check_sequences(op, w, x, y, b, ref, head, "2b")
+    _check_even(op, "x", x)
+
+
+def _check_even(op: str, name: str, t: Tensor) -> None:
     if t.shape[0] % 2:
         raise ValueError(
             f"{op}: {name} must have an even first axis, chosen sequences and then as many "

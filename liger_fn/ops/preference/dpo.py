@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from liger_fn.ops._sequences import masked
+from liger_fn.ops._sequences import Head, Reference, head_logp, masked, reference_logp
+from liger_fn.ops.fused_linear_logp import fused_linear_logp_with_stats
 from liger_fn.ops.preference._dpo_terms import (
     BY_LENGTH,
     Options,
@@ -24,10 +25,13 @@ from liger_fn.ops.preference._dpo_terms import (
     terms_of,
 )
 from liger_fn.ops.preference._pairs import (
+    PairMetrics,
     Pairs,
     check_counts,
+    check_pair_head,
     check_pairs,
     pair_mean,
+    pair_metrics,
     read_pairs,
 )
 
@@ -158,5 +162,130 @@ def _check(
     }
     needs_y = next((reason for reason, holds in reasons.items() if holds), None)
     check_pairs(op, logp, y, needs_y, ref_logp=ref_logp, log_sum_sq=log_sum_sq)
-    check_counts(op, logp, n_valid, nll_n_valid, o.nll_weight > 0 or "sft" in o.types)
-    check_reference_use(op, o, ref_logp is not None, "ref_logp")
+    check_counts(op, logp, n_valid, nll_n_valid, o.has_nll)
+    check_reference_use(op, o, None if ref_logp is None else "ref_logp")
+
+
+def dpo_loss(
+    w: Tensor, x: Tensor, y: Tensor, *, b: Tensor | None = None, ref_logp: Tensor | None = None,
+    ref_w: Tensor | None = None, ref_x: Tensor | None = None, ref_b: Tensor | None = None,
+    wpo: bool = False,
+    loss_type: str | Sequence[str] = "sigmoid", loss_weights: Sequence[float] | None = None,
+    beta: float = 0.1, label_smoothing: float = 0.0, f_divergence: str = "reverse_kl",
+    f_alpha: float | None = None, discopop_tau: float | None = None, ld_alpha: float | None = None,
+    average_logp: bool = False, nll_weight: float = 0.0, n_valid: float | Tensor | None = None,
+    nll_n_valid: float | Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Preference loss of pairs under a head and a frozen reference, without logits in memory.
+
+    Args:
+        w: projection (v, d), as `torch.nn.Linear` holds it; frozen, it costs no product.
+        x: activations (2b, t, d); rows [:b] chosen, [b:] rejected.
+        y: target columns (2b, t), already aligned with x; ignore_index where a token does not
+            count.
+        b: bias (v,).
+        ref_logp: log-probabilities of the reference policy, (2b, t), or (2b,), taken as they are.
+        ref_w: in place of ref_logp, its projection (v, e).
+        ref_x: its activations (2b, t, e).
+        ref_b: its bias (v,).
+        wpo: weigh pairs by how likely the policy is to write them (WPO, arXiv:2406.11827).
+        loss_type: a name from the table of `dpo_from_logp`, or several.
+        loss_weights: one for each name of a list; default 1.
+        beta: how far the policy may leave the reference: higher is closer.
+        label_smoothing: chance in [0, 1) that a pair is labelled the wrong way round.
+        f_divergence: "reverse_kl", "forward_kl", "js" or "alpha".
+        f_alpha: a of "alpha"; default 0.5.
+        discopop_tau: tau of "discopop"; default 0.05.
+        ld_alpha: weight of the tokens of a sequence past the length of the other.
+        average_logp: logp of a sequence is the mean over its tokens; else their sum.
+        nll_weight: of the mean of -logp over all unignored chosen tokens.
+        n_valid: what the mean over pairs divides by instead of b.
+        nll_n_valid: what the nll term divides by instead of the batch's own number of tokens.
+        temperature: divides the logits, after scale and cap.
+        softcap: c of c * tanh(z / c), applied to the scaled logits.
+        logit_scale: multiplies the logits first.
+        ignore_index: marks the tokens that do not count.
+        chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
+
+    More of the options of pairs is with `dpo_from_logp`.
+
+    Returns:
+        float32 scalar (float64 for float64), with gradients for w, x and b.
+
+    Raises:
+        ValueError: shapes, devices or values of options do not fit.
+        TypeError: a tensor is of the wrong kind.
+
+    Example:
+        >>> w, x = torch.eye(2), torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+        >>> y = torch.zeros(2, 1, dtype=torch.int64)
+        >>> dpo_loss(w, x, y, ref_logp=torch.zeros(2), beta=1.0)
+        tensor(0.3133)
+
+    References:
+        Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward
+        Model", 2023, arXiv:2305.18290.
+    """
+    return _fused(
+        "dpo_loss", w, x, y, b, Reference(ref_logp, ref_w, ref_x, ref_b), wpo,
+        Options(
+            loss_type, loss_weights, beta, label_smoothing, f_divergence, f_alpha, discopop_tau,
+            ld_alpha, average_logp, nll_weight,
+        ),
+        n_valid, nll_n_valid, Head(temperature, softcap, logit_scale, ignore_index, chunk),
+    )[0]  # fmt: skip
+
+
+def dpo_loss_with_metrics(
+    w: Tensor, x: Tensor, y: Tensor, *, b: Tensor | None = None, ref_logp: Tensor | None = None,
+    ref_w: Tensor | None = None, ref_x: Tensor | None = None, ref_b: Tensor | None = None,
+    wpo: bool = False,
+    loss_type: str | Sequence[str] = "sigmoid", loss_weights: Sequence[float] | None = None,
+    beta: float = 0.1, label_smoothing: float = 0.0, f_divergence: str = "reverse_kl",
+    f_alpha: float | None = None, discopop_tau: float | None = None, ld_alpha: float | None = None,
+    average_logp: bool = False, nll_weight: float = 0.0, n_valid: float | Tensor | None = None,
+    nll_n_valid: float | Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, chunk: int | None = None,
+) -> PairMetrics:  # fmt: skip
+    """Return what `dpo_loss` does, and what one watches beside it.
+
+    The arguments are those of `dpo_loss`.
+
+    Returns:
+        PairMetrics(loss, chosen_logp, rejected_logp, chosen_reward, rejected_reward, margin,
+        accuracy, nll), scalars; all but the loss are detached.
+
+    Raises:
+        ValueError: as there.
+        TypeError: as there.
+    """
+    loss, pairs = _fused(
+        "dpo_loss_with_metrics", w, x, y, b, Reference(ref_logp, ref_w, ref_x, ref_b), wpo,
+        Options(
+            loss_type, loss_weights, beta, label_smoothing, f_divergence, f_alpha, discopop_tau,
+            ld_alpha, average_logp, nll_weight,
+        ),
+        n_valid, nll_n_valid, Head(temperature, softcap, logit_scale, ignore_index, chunk),
+    )  # fmt: skip
+    return pair_metrics(loss, pairs, beta)
+
+
+def _fused(
+    op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, ref: Reference, wpo: bool,
+    o: Options, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None, head: Head,
+) -> tuple[Tensor, Pairs]:  # fmt: skip
+    check_options(op, o, wpo)
+    check_pair_head(op, w, x, y, b, ref, head)
+    check_counts(op, x, n_valid, nll_n_valid, o.has_nll)
+    check_reference_use(op, o, ref.given)
+    ref_logp = reference_logp(ref, y, head) if ref.given else None
+    log_sum_sq = None
+    if wpo:
+        stats = fused_linear_logp_with_stats(w, x, y, b=b, **head._asdict())
+        logp, log_sum_sq = stats.logp, stats.log_sum_sq
+    else:
+        logp = head_logp(w, x, y, b, head)
+    return _loss(logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid, head.ignore_index)

@@ -10,48 +10,19 @@ Ethayarajh et al., 2024, arXiv:2402.01306.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from liger_fn._check import check_count, check_positive
-from liger_fn.ops._sequences import check_logp, live_tokens, mean, sequence_logp
-
-
-class KTOMetrics(NamedTuple):
-    """The loss of kto, and what one watches beside it.
-
-    All but the loss are detached; means are over the sequences that count, 0 of none.
-
-    Attributes:
-        loss: scalar, differentiable.
-        kl: the point of reference.
-        chosen_logp: mean log-probability of a desirable sequence.
-        rejected_logp: of an undesirable one.
-        chosen_reward: mean of beta * r of a desirable sequence.
-        rejected_reward: of an undesirable one.
-        margin: chosen_reward - rejected_reward.
-    """
-
-    loss: Tensor
-    kl: Tensor
-    chosen_logp: Tensor
-    rejected_logp: Tensor
-    chosen_reward: Tensor
-    rejected_reward: Tensor
-    margin: Tensor
-
-
-class Options(NamedTuple):
-    """Options of kto beside its tensors."""
-
-    beta: float
-    desirable_weight: float
-    undesirable_weight: float
-    average_logp: bool
-    n_valid: float | Tensor | None
-    ignore_index: int
+from liger_fn.ops._sequences import Head, Reference, head_logp, reference_logp
+from liger_fn.ops.preference._kto import (
+    KTOMetrics,
+    Mismatched,
+    Options,
+    check_fused,
+    check_kl,
+    check_logps,
+    kto_terms,
+    mismatched_kl,
+)
 
 
 def kto_from_logp(
@@ -105,83 +76,115 @@ def kto_from_logp(
         arXiv:2402.01306.
     """
     o = Options(beta, desirable_weight, undesirable_weight, average_logp, n_valid, ignore_index)
-    _check("kto_from_logp", logp, y, desirable, ref_logp, o)
-    _check_kl("kto_from_logp", logp, kl, kl_logp, kl_ref_logp, kl_y, o)
+    check_logps("kto_from_logp", logp, y, desirable, ref_logp, o)
+    check_kl("kto_from_logp", logp, kl, kl_logp, kl_ref_logp, kl_y, o)
     if kl_logp is not None and kl_ref_logp is not None:
-        kl = _mismatched_kl(kl_logp, kl_y, kl_ref_logp, o)
-    return _loss(logp, y, desirable, ref_logp, kl, o).loss
+        kl = mismatched_kl(kl_logp, kl_y, kl_ref_logp, o)
+    return kto_terms(logp, y, desirable, ref_logp, kl, o).loss
 
 
-def _mismatched_kl(kl_logp: Tensor, kl_y: Tensor | None, kl_ref_logp: Tensor, o: Options) -> Tensor:
-    live = live_tokens(kl_y, o.ignore_index)
-    policy, ref = (sequence_logp(t.detach(), live, o.average_logp) for t in (kl_logp, kl_ref_logp))
-    counts = torch.ones_like(policy, dtype=torch.bool) if live is None else live.any(-1)
-    return mean(policy - ref, counts, None, counts.sum())
+def kto_loss(
+    w: Tensor, x: Tensor, y: Tensor, desirable: Tensor, *, b: Tensor | None = None,
+    ref_logp: Tensor | None = None, ref_w: Tensor | None = None, ref_x: Tensor | None = None,
+    ref_b: Tensor | None = None, kl: float | Tensor | None = None, kl_x: Tensor | None = None,
+    kl_y: Tensor | None = None, kl_ref_logp: Tensor | None = None, kl_ref_x: Tensor | None = None,
+    beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+    average_logp: bool = False, n_valid: float | Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Kahneman-Tversky optimisation of a head and a frozen reference, without logits in memory.
+
+    Args:
+        w: projection (v, d), as `torch.nn.Linear` holds it; frozen, it costs no product.
+        x: activations (b, t, d).
+        y: target columns (b, t), already aligned with x; ignore_index where a token does not count.
+        desirable: whether to prefer a sequence (b,), booleans.
+        b: bias (v,).
+        ref_logp: log-probabilities of the reference policy, (b, t), or (b,), taken as they are.
+        ref_w: in place of ref_logp, its projection (v, e).
+        ref_x: its activations (b, t, e).
+        ref_b: its bias (v,).
+        kl: the point of reference, a number or a scalar tensor; below 0 it counts as 0.
+        kl_x: in place of kl, activations of completions under other prompts (n, t, d): kl is the
+            mean of their log-ratio, at least 0, not differentiated.
+        kl_y: their targets (n, t).
+        kl_ref_logp: their log-probabilities under the reference policy, (n, t) or (n,).
+        kl_ref_x: in place of kl_ref_logp, their activations in the reference (n, t, e), for ref_w.
+        beta: how far the policy may leave the reference: higher is closer.
+        desirable_weight: of the loss of desirable sequences.
+        undesirable_weight: of the others.
+        average_logp: logp of a sequence is the mean over its tokens, not their sum.
+        n_valid: what the mean over sequences divides by instead of b.
+        temperature: divides the logits, after scale and cap.
+        softcap: c of c * tanh(z / c), applied to the scaled logits.
+        logit_scale: multiplies the logits first.
+        ignore_index: marks the tokens that do not count.
+        chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
+
+    Returns:
+        float32 scalar (float64 for float64), with gradients for w, x and b.
+
+    Raises:
+        ValueError: shapes, devices or values of options do not fit.
+        TypeError: a tensor is of the wrong kind.
+
+    Example:
+        >>> w, x = torch.eye(2), torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+        >>> y, good = torch.zeros(2, 1, dtype=torch.int64), torch.tensor([True, False])
+        >>> kto_loss(w, x, y, good, ref_logp=torch.zeros(2), kl=0.0, beta=1.0)
+        tensor(0.3948)
+
+    References:
+        Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024,
+        arXiv:2402.01306.
+    """
+    return _fused(
+        "kto_loss", w, x, y, desirable, b, Reference(ref_logp, ref_w, ref_x, ref_b),
+        Mismatched(kl, kl_x, kl_y, kl_ref_logp, kl_ref_x),
+        Options(beta, desirable_weight, undesirable_weight, average_logp, n_valid, ignore_index),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+    ).loss  # fmt: skip
 
 
-def _loss(
-    logp: Tensor, y: Tensor | None, desirable: Tensor, ref_logp: Tensor, kl: float | Tensor | None,
-    o: Options,
+def kto_loss_with_metrics(
+    w: Tensor, x: Tensor, y: Tensor, desirable: Tensor, *, b: Tensor | None = None,
+    ref_logp: Tensor | None = None, ref_w: Tensor | None = None, ref_x: Tensor | None = None,
+    ref_b: Tensor | None = None, kl: float | Tensor | None = None, kl_x: Tensor | None = None,
+    kl_y: Tensor | None = None, kl_ref_logp: Tensor | None = None, kl_ref_x: Tensor | None = None,
+    beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+    average_logp: bool = False, n_valid: float | Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, chunk: int | None = None,
 ) -> KTOMetrics:  # fmt: skip
-    live = live_tokens(y, o.ignore_index)
-    policy, ref = (sequence_logp(t, live, o.average_logp) for t in (logp, ref_logp.detach()))
-    counts = torch.ones_like(policy, dtype=torch.bool) if live is None else live.any(-1)
-    ratio = torch.where(counts, policy - torch.where(counts, ref, 0.0), 0.0)
-    if isinstance(kl, Tensor):
-        kl = kl.detach().to(ratio).clamp(min=0)
-    else:
-        kl = ratio.new_full((), max(kl or 0.0, 0.0))
-    gap = o.beta * (ratio - kl)
-    good = o.desirable_weight * torch.sigmoid(-gap)
-    each = torch.where(desirable, good, o.undesirable_weight * torch.sigmoid(gap))
-    loss = mean(each, counts, o.n_valid, each.shape[0])
-    policy, reward = policy.detach(), o.beta * ratio.detach()
-    sides = (counts & desirable, counts & ~desirable)
-    logps, rewards = ([mean(t, side, None, side.sum()) for side in sides] for t in (policy, reward))
-    return KTOMetrics(loss, kl, logps[0], logps[1], rewards[0], rewards[1], rewards[0] - rewards[1])
+    """Return what `kto_loss` does, and what one watches beside it.
+
+    The arguments are those of `kto_loss`.
+
+    Returns:
+        KTOMetrics(loss, kl, chosen_logp, rejected_logp, chosen_reward, rejected_reward, margin),
+        scalars; all but the loss are detached.
+
+    Raises:
+        ValueError: as there.
+        TypeError: as there.
+    """
+    return _fused(
+        "kto_loss_with_metrics", w, x, y, desirable, b, Reference(ref_logp, ref_w, ref_x, ref_b),
+        Mismatched(kl, kl_x, kl_y, kl_ref_logp, kl_ref_x),
+        Options(beta, desirable_weight, undesirable_weight, average_logp, n_valid, ignore_index),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+    )  # fmt: skip
 
 
-def _check(
-    op: str, logp: Tensor, y: Tensor | None, desirable: Tensor, ref_logp: Tensor, o: Options
-) -> None:
-    check_positive(op, "beta", o.beta)
-    for name in ("desirable_weight", "undesirable_weight"):
-        if not getattr(o, name) >= 0:
-            raise ValueError(f"{op}: {name} must be at least 0, got {getattr(o, name)}")
-    needs_y = "average_logp divides by numbers of tokens" if o.average_logp else None
-    if not isinstance(ref_logp, Tensor):
-        raise TypeError(f"{op}: ref_logp must be a tensor, got {type(ref_logp).__name__}")
-    check_logp(op, y, needs_y, "b", logp=logp, ref_logp=ref_logp)
-    _check_desirable(op, desirable, logp)
-    check_count(op, "n_valid", o.n_valid, logp=logp)
-
-
-def _check_desirable(op: str, desirable: Tensor, logp: Tensor) -> None:
-    if not isinstance(desirable, Tensor):
-        raise TypeError(f"{op}: desirable must be a tensor, got {type(desirable).__name__}")
-    if desirable.dtype != torch.bool:
-        raise TypeError(f"{op}: desirable must hold booleans, got {desirable.dtype}")
-    if desirable.shape != logp.shape[:1]:
-        raise ValueError(
-            f"{op}: desirable must have shape {tuple(logp.shape[:1])}, one for each sequence, "
-            f"got {tuple(desirable.shape)}"
-        )
-    if desirable.device != logp.device:
-        raise ValueError(f"{op}: desirable is on {desirable.device} but logp is on {logp.device}")
-
-
-def _check_kl(
-    op: str, logp: Tensor, kl: float | Tensor | None, kl_logp: Tensor | None,
-    kl_ref_logp: Tensor | None, kl_y: Tensor | None, o: Options,
-) -> None:  # fmt: skip
-    if (kl is None) == (kl_logp is None):
-        what = "nothing" if kl is None else "both"
-        raise ValueError(f"{op}: one of kl and kl_logp must be given, got {what}")
-    if (kl_logp is None) != (kl_ref_logp is None):
-        raise ValueError(f"{op}: kl_logp and kl_ref_logp must be given together")
-    if kl_logp is None and kl_y is not None:
-        raise ValueError(f"{op}: kl_y is for kl_logp, got kl")
-    check_count(op, "kl", kl, logp=logp)
-    if kl_logp is not None:
-        needs_y = "average_logp divides by numbers of tokens" if o.average_logp else None
-        check_logp(op, kl_y, needs_y, "n", kl_logp=kl_logp, kl_ref_logp=kl_ref_logp)
+def _fused(
+    op: str, w: Tensor, x: Tensor, y: Tensor, desirable: Tensor, b: Tensor | None, ref: Reference,
+    m: Mismatched, o: Options, head: Head,
+) -> KTOMetrics:  # fmt: skip
+    check_fused(op, w, x, y, desirable, b, ref, m, o, head)
+    ref_logp, kl = reference_logp(ref, y, head), m.kl
+    if m.x is not None and m.y is not None:
+        policy = head_logp(w.detach(), m.x.detach(), m.y, None if b is None else b.detach(), head)
+        base = reference_logp(ref._replace(logp=m.ref_logp, x=m.ref_x), m.y, head)
+        kl = mismatched_kl(policy, m.y, base, o)
+    return kto_terms(head_logp(w, x, y, b, head), y, desirable, ref_logp, kl, o)

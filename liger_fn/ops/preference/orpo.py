@@ -15,13 +15,16 @@ import math
 import torch
 from torch import Tensor
 
-from liger_fn.ops._sequences import preferred
+from liger_fn.ops._sequences import NO_REFERENCE, Head, head_logp, preferred
 from liger_fn.ops.preference._pairs import (
+    PairMetrics,
     Pairs,
     check_counts,
+    check_pair_head,
     check_pair_options,
     check_pairs,
     pair_mean,
+    pair_metrics,
     read_pairs,
 )
 
@@ -54,7 +57,7 @@ def orpo_from_logp(
 
     Example:
         >>> orpo_from_logp(torch.tensor([[-0.5], [-1.0]]), torch.zeros(2, 1, dtype=torch.int64))
-        tensor(0.5271)
+        tensor(0.5320)
 
     Notes:
         TRL 1.16 differs: its nll is over prompt and completion (leave the prompt unignored in y for
@@ -89,3 +92,88 @@ def _log1mexp(x: Tensor) -> Tensor:
     small = x < -math.log(2)  # exp(x) below 1/2
     near, far = torch.where(small, -1.0, x), torch.where(small, x, -1.0)
     return torch.where(small, torch.log1p(-far.exp()), (-near.expm1()).log())
+
+
+def orpo_loss(
+    w: Tensor, x: Tensor, y: Tensor, *,
+    b: Tensor | None = None, beta: float = 0.1, average_logp: bool = True,
+    n_valid: float | Tensor | None = None, nll_n_valid: float | Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Odds ratio preference optimisation of a head, without its logits in memory.
+
+    Args:
+        w: projection (v, d), as `torch.nn.Linear` holds it; frozen, it costs no product.
+        x: activations (2b, t, d); rows [:b] chosen, [b:] rejected.
+        y: target columns (2b, t), already aligned with x; ignore_index where a token does not
+            count.
+        b: bias (v,).
+        beta: weight of the odds ratio.
+        average_logp: logp of a sequence is the mean over its tokens; else their sum.
+        n_valid: what the mean over pairs divides by instead of b.
+        nll_n_valid: what the nll term divides by instead of the batch's own number of tokens.
+        temperature: divides the logits, after scale and cap.
+        softcap: c of c * tanh(z / c), applied to the scaled logits.
+        logit_scale: multiplies the logits first.
+        ignore_index: marks the tokens that do not count.
+        chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
+
+    Returns:
+        float32 scalar (float64 for float64), with gradients for w, x and b.
+
+    Raises:
+        ValueError: shapes, devices or values of options do not fit.
+        TypeError: a tensor is of the wrong kind.
+
+    Example:
+        >>> w, x = torch.eye(2), torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+        >>> y = torch.zeros(2, 1, dtype=torch.int64)
+        >>> orpo_loss(w, x, y)
+        tensor(0.3260)
+
+    References:
+        Hong, Lee and Thorne, 2024, arXiv:2403.07691.
+    """
+    return _fused(
+        "orpo_loss", w, x, y, b, beta, average_logp, n_valid, nll_n_valid,
+        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+    )[0]  # fmt: skip
+
+
+def orpo_loss_with_metrics(
+    w: Tensor, x: Tensor, y: Tensor, *,
+    b: Tensor | None = None, beta: float = 0.1, average_logp: bool = True,
+    n_valid: float | Tensor | None = None, nll_n_valid: float | Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, chunk: int | None = None,
+) -> PairMetrics:  # fmt: skip
+    """Return what `orpo_loss` does, and what one watches beside it.
+
+    The arguments are those of `orpo_loss`.
+
+    Returns:
+        PairMetrics(loss, chosen_logp, rejected_logp, chosen_reward, rejected_reward, margin,
+        accuracy, nll), scalars; all but the loss are detached.
+
+    Raises:
+        ValueError: as there.
+        TypeError: as there.
+    """
+    loss, pairs = _fused(
+        "orpo_loss_with_metrics", w, x, y, b, beta, average_logp, n_valid, nll_n_valid,
+        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+    )  # fmt: skip
+    return pair_metrics(loss, pairs, beta)
+
+
+def _fused(
+    op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, beta: float,
+    average_logp: bool, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None,
+    head: Head,
+) -> tuple[Tensor, Pairs]:  # fmt: skip
+    check_pair_options(op, beta)
+    check_pair_head(op, w, x, y, b, NO_REFERENCE, head)
+    check_counts(op, x, n_valid, nll_n_valid, True)
+    logp = head_logp(w, x, y, b, head)
+    return _loss(logp, y, beta, average_logp, n_valid, nll_n_valid, head.ignore_index)
