@@ -88,7 +88,7 @@ class Options(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What becomes a loss: `each` and `kl` of tokens; `ratio` of tokens, or (b, 1)."""
+    """What becomes a loss: (b, t), or (b, 1) where it is one number for each sequence."""
 
     each: Tensor
     kl: Tensor
@@ -104,7 +104,7 @@ def grpo_terms(
     live = live_tokens(y, o.ignore_index)
     live = torch.ones_like(logp, dtype=torch.bool) if live is None else live
     a = advantages.detach()
-    a = masked(a[:, None] if a.dim() == 1 else a, live)
+    a = masked(a, live) if a.dim() == 2 else masked(a, live.any(-1))[:, None]
     logp = masked(logp, live)
     # of the policy itself when it is its own old one: the difference is 0 bit for bit
     u = logp - (logp.detach() if old_logp is None else masked(old_logp.detach(), live))
@@ -150,11 +150,11 @@ def _vespo_weight(u: Tensor, a: Tensor, live: Tensor, o: Options) -> Tensor:
 
 def grpo_reduced(terms: Terms, o: Options) -> Tensor:
     each, live = terms.each, terms.live
-    b, n = each.shape[0], live.sum(-1)
+    b, n = live.shape[0], live.sum(-1)
     if o.loss_type in ("grpo", "sapo"):
         each = masked(each, live).sum(-1) / n.clamp(min=1)
         return mean(each, None, o.n_valid, b)
-    whole = {"dr_grpo": b * each.shape[1], "luspo": b}.get(o.loss_type, n.sum())
+    whole = {"dr_grpo": b * live.shape[1], "luspo": b}.get(o.loss_type, n.sum())
     return mean(each, live, o.n_valid, whole)
 
 

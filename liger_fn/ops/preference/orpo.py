@@ -4,8 +4,8 @@
     loss = nll - beta * mean over pairs of log sigmoid(log(odds(p_c) / odds(p_r)))
 
 log(1 - p) is log1p(-p) up to p = 1/2 and log(-expm1(logp)) from there (Maechler, 2012), for p up to
-1 - 2**-23 (float64: 1 - 2**-52), where its gradient ends: a token of logp 0, or 1e-7 from rounding,
-costs what one of that p costs. Hong, Lee and Thorne, 2024, arXiv:2403.07691.
+1 - 2**-23 (float64: 1 - 2**-52, float16: 1 - 3e-5), where its gradient ends: a token of logp 0, or
+1e-7 from rounding, costs what one of that p costs. Hong, Lee and Thorne, 2024, arXiv:2403.07691.
 """
 
 from __future__ import annotations
@@ -82,13 +82,15 @@ def _loss(
     )
     # a pair that does not count holds 0, which is p = 1: any other number will do there
     chosen, rejected = (torch.where(pairs.live, t, -1.0) for t in (pairs.chosen, pairs.rejected))
-    odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
+    # float16: its largest number bounds the gradient, 1 / (1 - p)
+    eps = max(torch.finfo(chosen.dtype).eps, 2 / torch.finfo(logp.dtype).max)
+    odds = chosen - rejected - (_log1mexp(chosen, eps) - _log1mexp(rejected, eps))
     return pairs.nll + beta * pair_mean(preferred(odds), pairs.live, n_valid), pairs
 
 
-def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x))."""
-    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+def _log1mexp(x: Tensor, eps: float) -> Tensor:
+    """log(1 - exp(x)) for x up to -eps."""
+    x = x.clamp(max=-eps)
     small = x < -math.log(2)  # exp(x) below 1/2
     near, far = torch.where(small, -1.0, x), torch.where(small, x, -1.0)
     return torch.where(small, torch.log1p(-far.exp()), (-near.expm1()).log())
