@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -79,6 +79,12 @@ class Row:
     def arguments(self, device: torch.device | str = "cpu", seed: int = 0) -> dict[str, Tensor]:
         made = self.make(Draw(seed), **self.sizes)
         return {name: t.to(device) for name, t in made.items()}
+
+    def longer(self, size: int) -> Row:
+        """The row with `size` as its first leading axis."""
+        if "lead" in self.sizes:
+            return replace(self, sizes={**self.sizes, "lead": (size, *self.sizes["lead"][1:])})
+        return replace(self, sizes={**self.sizes, "b": size})
 
 
 def bind(fn: Function, row: Row, args: dict[str, Tensor]) -> Function:

@@ -156,14 +156,16 @@ def test_resumed_run_equals_a_straight_one(tmp_path, capsys):
     assert all(torch.equal(v, others[i][k]) for i, s in moments.items() for k, v in s.items())
 
 
-def test_second_ctrl_c_stops_at_once(tmp_path):
-    before = signal.getsignal(signal.SIGINT)
+def test_second_ctrl_c_stops_at_once():
+    before = signal.getsignal(signal.SIGINT)  # what runs in the background may ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with llama.CtrlC() as ctrl_c:
         signal.raise_signal(signal.SIGINT)
         assert ctrl_c.pressed
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
 def test_finished_run_resumes_to_its_results(tmp_path):
