@@ -190,9 +190,10 @@ def check_logps(
 
 
 def _check_reference_use(op: str, o: Options, given: str | None) -> None:
-    if (given is not None) != (o.beta != 0):
-        what = "ref_logp must" if given is None else f"{given} cannot"
-        raise ValueError(f"{op}: {what} be given with beta {o.beta}")
+    if given is not None and o.beta == 0:
+        raise ValueError(f"{op}: {given} cannot be used with beta 0")
+    if given is None and o.beta != 0:
+        raise TypeError(f"{op}: ref_logp must be a tensor, got NoneType: beta is {o.beta}")
 
 
 def _check_options(op: str, o: Options) -> None:

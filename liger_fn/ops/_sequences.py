@@ -92,9 +92,9 @@ def check_logp(
     """
     (head, logp), *later = named.items()
     if y is None and needs_y is not None:
-        raise ValueError(f"{op}: y must be given, {needs_y}")
+        raise TypeError(f"{op}: y must be a tensor, got NoneType: {needs_y}")
     if y is None and isinstance(logp, Tensor) and logp.dim() == 2:
-        raise ValueError(f"{op}: y must be given with {head} per token, to say which tokens count")
+        raise TypeError(f"{op}: y must be a tensor, got NoneType: {head} is per token")
     tail = "" if y is None else " t"
     specs: dict[str, tuple[Tensor | None, str]] = {
         head: (logp, first + tail),

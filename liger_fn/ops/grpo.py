@@ -80,7 +80,7 @@ def grpo_from_logp(
 
     Raises:
         ValueError: shapes do not fit, or an option has no meaning beside the others.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> logp, y = torch.tensor([[-1.0, -2.0]]), torch.tensor([[3, -100]])
@@ -146,7 +146,7 @@ def grpo_loss(
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> w, x, y = torch.eye(2), torch.zeros(2, 1, 2), torch.tensor([[0], [1]])

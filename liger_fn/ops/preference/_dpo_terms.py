@@ -206,4 +206,4 @@ def check_reference_use(op: str, o: Options, given: str | None) -> None:
     if given and o.types == ("sft",):
         raise ValueError(f"{op}: {given} cannot be used with 'sft', which has no reference")
     if not given and o.types != ("sft",):
-        raise ValueError(f"{op}: ref_logp must be given with {o.loss_type!r}")
+        raise TypeError(f"{op}: ref_logp must be a tensor, got NoneType: it is for {o.loss_type!r}")

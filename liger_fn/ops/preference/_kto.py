@@ -154,7 +154,7 @@ def check_fused(
     _check_options(op, o)
     check_sequences(op, w, x, y, b, ref, head, "b")
     if ref.given is None:
-        raise ValueError(f"{op}: ref_logp, or ref_w and ref_x, must be given")
+        raise TypeError(f"{op}: ref_logp must be a tensor, got NoneType, and so is ref_w")
     _check_desirable(op, desirable, x)
     check_count(op, "n_valid", o.n_valid, x=x)
     check_count(op, "kl", m.kl, x=x)

@@ -51,7 +51,7 @@ def cpo_from_logp(
 
     Raises:
         ValueError: shapes or values of options do not fit.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> cpo_from_logp(torch.tensor([-1.0, -3.0]), beta=0.5, nll_weight=0.0)
@@ -121,7 +121,7 @@ def cpo_loss(
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> w, x = torch.eye(2), torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])

@@ -99,7 +99,7 @@ def dpo_from_logp(
 
     Raises:
         ValueError: shapes do not fit, or an option has no meaning beside the others.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> dpo_from_logp(torch.tensor([-1.0, -3.0]), None, torch.tensor([-2.0, -2.0]), beta=0.5)
@@ -216,7 +216,7 @@ def dpo_loss(
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> w, x = torch.eye(2), torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])

@@ -60,7 +60,7 @@ def kto_from_logp(
 
     Raises:
         ValueError: shapes or values of options do not fit, or kl is given twice or not at all.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> logp, ref = torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0])
@@ -127,7 +127,7 @@ def kto_loss(
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> w, x = torch.eye(2), torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])

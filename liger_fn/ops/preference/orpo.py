@@ -53,7 +53,7 @@ def orpo_from_logp(
 
     Raises:
         ValueError: shapes or values of options do not fit.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> orpo_from_logp(torch.tensor([[-0.5], [-1.0]]), torch.zeros(2, 1, dtype=torch.int64))
@@ -126,7 +126,7 @@ def orpo_loss(
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> w, x = torch.eye(2), torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])

@@ -48,7 +48,7 @@ def simpo_from_logp(
 
     Raises:
         ValueError: shapes or values of options do not fit.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> simpo_from_logp(torch.tensor([-1.0, -2.5]))
@@ -107,7 +107,7 @@ def simpo_loss(
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.
-        TypeError: a tensor is of the wrong kind.
+        TypeError: a tensor is missing or of the wrong kind.
 
     Example:
         >>> w, x = torch.eye(2), torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
