@@ -70,7 +70,7 @@ def terms_of(pairs: Pairs, o: Options) -> Terms:
 
 
 def _score(ratio: Tensor, o: Options) -> Tensor:
-    """f'(p / p_ref) from its logarithm, without constants where they cancel in a difference."""
+    """f'(p / p_ref) from its logarithm."""
     if o.f_divergence == "forward_kl":
         return -expm1_capped(-ratio)
     if o.f_divergence == "js":
