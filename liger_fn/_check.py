@@ -83,3 +83,15 @@ def check_positive(op: str, name: str, value: float | None) -> None:
     """Hold an optional number to values above 0."""
     if value is not None and not value > 0:
         raise ValueError(f"{op}: {name} must be above 0, got {value}")
+
+
+def check_count(op: str, name: str, value: float | Tensor | None, **home: Tensor) -> None:
+    """Hold what a mean divides by to one number, not below 0, beside the tensor it divides."""
+    if isinstance(value, Tensor):
+        ((of, t),) = home.items()
+        if value.dim():
+            raise ValueError(f"{op}: {name} must have shape (), got {tuple(value.shape)}")
+        if value.device not in (t.device, torch.device("cpu")):
+            raise ValueError(f"{op}: {name} is on {value.device} but {of} is on {t.device}")
+    elif value is not None and value < 0:
+        raise ValueError(f"{op}: {name} must be at least 0, got {value}")

@@ -79,7 +79,9 @@ def transposed(t: Tensor, axis: int) -> Tensor:
 
 def stepped(t: Tensor, axis: int) -> Tensor:
     """Every other entry along `axis` of a tensor that holds poison between them."""
-    poison = torch.nan if t.is_floating_point() else torch.iinfo(t.dtype).max
+    poison = torch.nan if t.is_floating_point() else True
+    if not t.is_floating_point() and t.dtype != torch.bool:
+        poison = torch.iinfo(t.dtype).max
     wide = t.new_full((*t.shape[:axis], 2 * t.shape[axis], *t.shape[axis + 1 :]), poison)
     view = wide[(*[slice(None)] * axis, slice(1, None, 2))]
     return view.copy_(t)

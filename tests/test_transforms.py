@@ -357,6 +357,8 @@ def seen(row: Row, device: torch.device) -> list[tuple[Any, tuple, dict]]:
 def test_dispatch_modes_see_registered_ops_that_pass_opcheck(
     row: Row, backend: str, device: torch.device
 ) -> None:
+    if not row.ops:
+        pytest.skip("algebra in plain torch")
     calls = seen(row, device)
     assert [c[0].name().endswith(("_fwd", "_bwd")) for c in calls] == [True, True]
     for func, args, kwargs in calls:
@@ -397,7 +399,7 @@ def test_selective_checkpointing_sees_and_keeps_the_ops(
     context = functools.partial(create_selective_checkpoint_contexts, policy)
     out = checkpoint(bind(row.fn, row, args), *a, use_reentrant=False, context_fn=context)
     scalar(out).backward()
-    assert any(name.startswith("liger_fn.") for name in names)
+    assert any(name.startswith("liger_fn.") for name in names) == row.ops
     same([t.grad for t in a], grad(down(bind(row.oracle, row, args)), every(a))(*point(row, args)))
 
 

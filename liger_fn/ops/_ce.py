@@ -13,7 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_fn._check import check_choice, check_positive, check_same_shape, check_tensors
+from liger_fn._check import (
+    check_choice,
+    check_count,
+    check_positive,
+    check_same_shape,
+    check_tensors,
+)
 from liger_fn._math import wide
 
 
@@ -142,14 +148,7 @@ def check_reduction(
         return
     if reduction != "mean":
         raise ValueError(f"{op}: n_valid is for reduction 'mean', got reduction {reduction!r}")
-    if isinstance(n_valid, Tensor):
-        ((name, t),) = home.items()
-        if n_valid.dim():
-            raise ValueError(f"{op}: n_valid must have shape (), got {tuple(n_valid.shape)}")
-        if n_valid.device not in (t.device, torch.device("cpu")):
-            raise ValueError(f"{op}: n_valid is on {n_valid.device} but {name} is on {t.device}")
-    elif n_valid < 0:
-        raise ValueError(f"{op}: n_valid must be at least 0, got {n_valid}")
+    check_count(op, "n_valid", n_valid, **home)
 
 
 def check_options(

@@ -1,0 +1,148 @@
+"""What the losses on log-probabilities share: which tokens count, sequences of them, means.
+
+    live = y != ignore_index                                                (n, t)
+    logp of a sequence = sum of logp where live, over their number with average_logp        (n,)
+
+Every tensor is masked before any arithmetic: what an ignored position holds, NaN included, reaches
+neither value nor gradient. Exponents stop at 60 (e**60 = 1.1e26: float32 still holds the sum of
+many), where the gradient is 0. Statistics are float32 (float64 stays float64).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_fn._check import check_positive, check_tensors
+from liger_fn._math import wide
+from liger_fn.ops._ce import divisor
+from liger_fn.ops._chunked import check_head
+from liger_fn.ops.fused_linear_logp import fused_linear_logp
+
+EXP_MAX = 60.0
+
+
+class Head(NamedTuple):
+    """Options of `fused_linear_logp` that a loss hands on to it."""
+
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+    ignore_index: int
+    chunk: int | None
+
+
+class Reference(NamedTuple):
+    """The reference policy: its log-probabilities, or the head and the activations they are of."""
+
+    logp: Tensor | None
+    w: Tensor | None
+    x: Tensor | None
+    b: Tensor | None
+
+    @property
+    def given(self) -> str | None:
+        """The name of the first of them that there is."""
+        return next((f"ref_{name}" for name, t in self._asdict().items() if t is not None), None)
+
+
+NO_REFERENCE = Reference(None, None, None, None)
+
+
+def check_sequences(
+    op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, ref: Reference, head: Head,
+    first: str,
+) -> None:  # fmt: skip
+    """Hold the tensors of a fused loss together, x being (first, t, d)."""
+    check_head(op, w, x, y, b, head.chunk)
+    check_positive(op, "temperature", head.temperature)
+    check_positive(op, "softcap", head.softcap)
+    if ref.logp is not None and ref._replace(logp=None).given:
+        raise ValueError(f"{op}: ref_logp and ref_w, ref_x cannot be given together")
+    if (ref.w is None) != (ref.x is None) or (ref.w is None and ref.b is not None):
+        raise ValueError(f"{op}: ref_w and ref_x must be given together, and with ref_b")
+    whole = isinstance(ref.logp, Tensor) and ref.logp.dim() == 1
+    check_tensors(
+        op, x=(x, f"{first} t d"), ref_logp=(ref.logp, f"? {first}{'' if whole else ' t'}"),
+        ref_w=(ref.w, "? v e"), ref_x=(ref.x, f"? {first} t e"), ref_b=(ref.b, "? v"),
+    )  # fmt: skip
+
+
+def head_logp(w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head) -> Tensor:
+    return fused_linear_logp(w, x, y, b=b, **head._asdict())
+
+
+def reference_logp(ref: Reference, y: Tensor, head: Head) -> Tensor:
+    """What is given, or what the reference's head says; never differentiated."""
+    if ref.logp is not None:
+        return ref.logp
+    w, x = (t.detach() for t in (ref.w, ref.x) if t is not None)
+    return head_logp(w, x, y, None if ref.b is None else ref.b.detach(), head)
+
+
+def check_logp(
+    op: str, y: Tensor | None, needs_y: str | None, first: str, **named: Tensor | None
+) -> None:
+    """Hold log-probabilities to (first, t) beside y, or to (first,) without; later ones to either.
+
+    `needs_y` says why a loss cannot do without y.
+    """
+    (head, logp), *later = named.items()
+    if y is None and needs_y is not None:
+        raise TypeError(f"{op}: y must be a tensor, got NoneType: {needs_y}")
+    if y is None and isinstance(logp, Tensor) and logp.dim() == 2:
+        raise TypeError(f"{op}: y must be a tensor, got NoneType: {head} is per token")
+    tail = "" if y is None else " t"
+    specs: dict[str, tuple[Tensor | None, str]] = {
+        head: (logp, first + tail),
+        "y": (y, f"? int {first} t"),
+    }
+    for name, t in later:
+        whole = isinstance(t, Tensor) and t.dim() == 1
+        specs[name] = (t, f"? {first}{'' if whole else tail}")
+    check_tensors(op, **specs)
+
+
+def live_tokens(y: Tensor | None, ignore_index: int) -> Tensor | None:
+    return None if y is None else y != ignore_index
+
+
+def masked(t: Tensor, live: Tensor | None) -> Tensor:
+    return wide(t) if live is None else torch.where(live, wide(t), 0.0)
+
+
+def sequence_logp(
+    logp: Tensor, live: Tensor | None, average: bool, weight: Tensor | None = None
+) -> Tensor:
+    """Reduce (n, t) to (n,); what is (n,) already stays. A sequence without live tokens is 0."""
+    if logp.dim() == 1 or live is None:
+        return wide(logp)
+    logp = masked(logp, live)
+    total = (logp if weight is None else logp * weight).sum(-1)
+    return total / live.sum(-1).clamp(min=1) if average else total
+
+
+def mean(
+    terms: Tensor, live: Tensor | None, n: float | Tensor | None, otherwise: float | Tensor
+) -> Tensor:
+    """Sum where live, divided by n, or without n by what else it should be; at least by 1 of 0."""
+    terms = terms if live is None else torch.where(live, terms, 0.0)
+    return terms.sum() / divisor(otherwise if n is None else n, terms.device, terms.dtype)
+
+
+def exp_capped(x: Tensor) -> Tensor:
+    return x.clamp(max=EXP_MAX).exp()
+
+
+def expm1_capped(x: Tensor) -> Tensor:
+    return x.clamp(max=EXP_MAX).expm1()
+
+
+def preferred(x: Tensor, smoothing: float = 0.0) -> Tensor:
+    """-log of the probability sigmoid(x) that a label is right; smoothed: it may be wrong."""
+    if smoothing == 0.0:
+        return -F.logsigmoid(x)
+    return -(1 - smoothing) * F.logsigmoid(x) - smoothing * F.logsigmoid(-x)

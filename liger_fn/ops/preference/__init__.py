@@ -1,0 +1,1 @@
+"""Losses on preferences, one file each."""
