@@ -290,3 +290,60 @@ def test_compiled_loss_is_one_graph(tmp_path, monkeypatch, functions):
     eager = run(tmp_path / "eager", *flags)["losses"]
     compiled = run(tmp_path / "compiled", "--compile", *flags)["losses"]
     assert compiled == pytest.approx(eager, rel=1e-5)
+
+
+# -- the examples on top of it
+
+
+@pytest.fixture(scope="module")
+def dpo(quick):
+    dpo = load_example("dpo_loop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dpo, "corpus", llama.corpus)
+        patch.setattr(dpo, "MODEL", CONFIG)
+        patch.setattr(dpo, "FILES", 12)
+        yield dpo
+
+
+def test_pairs_are_lines_of_docstrings_and_of_code(dpo):
+    docs, code = dpo.lines()
+    assert not set(docs) & set(code)
+    assert all("(" in line for line in code)
+    pairs = dpo.make_pairs()
+    b = pairs.y.shape[0] // 2
+    row = pairs.y[b][pairs.y[b] != dpo.IGNORE]
+    assert (
+        bytes(row.tolist()).decode()
+        == bytes(pairs.tokens[b][1:].tolist()).decode().strip("\0") + "\n"
+    )
+    assert "(" in bytes(row.tolist()).decode()
+
+
+def test_the_margin_rises_and_its_curve_is_kept(dpo, tmp_path, capsys):
+    flags = ["--warmup", "2", "--steps", "6", "--pairs", "4", "--out", str(tmp_path / "dpo.png")]
+    curves = dpo.main(flags)
+    assert curves["reward margin"][0] == 0
+    assert curves["reward margin"][-1] > 0
+    assert (tmp_path / "dpo.png").stat().st_size > 10_000
+    assert "64 pairs never trained on: margin" in capsys.readouterr().out
+
+
+def test_gradient_norms_of_pairs_equal_those_one_by_one(dpo, capsys):
+    each = load_example("per_sample_gradients")
+    each.MODEL = CONFIG
+    kept: list[tuple[torch.Tensor, ...]] = []
+    loss = each.pair_loss
+    each.pair_loss = lambda *a: kept.append(a) or loss(*a)
+    norms = each.main(["--warmup", "1", "--pairs", "3"])
+    assert len(kept) == 1
+    assert "norms of 3 pairs" in capsys.readouterr().out
+    torch.manual_seed(0)
+    params = {k: p.requires_grad_() for k, p in dpo.pretrained(1).items()}
+    pairs = dpo.make_pairs()
+    for i, norm in enumerate(norms):
+        one = pairs.take(torch.tensor([i]))
+        ref = liger_fn.fused_linear_logp(
+            params["head"].detach(), llama.hidden(params, one.tokens, CONFIG).detach(), one.y
+        )
+        grads = torch.autograd.grad(loss(params, *one, ref), list(params.values()))
+        torch.testing.assert_close(torch.stack([g.norm() for g in grads]).norm(), norm)
