@@ -11,11 +11,14 @@ from liger_fn.ops.cross_entropy import cross_entropy_with_stats as cross_entropy
 from liger_fn.ops.dyt import dyt as dyt
 from liger_fn.ops.fused_linear_ce import fused_linear_ce as fused_linear_ce
 from liger_fn.ops.fused_linear_ce import fused_linear_ce_with_stats as fused_linear_ce_with_stats
+from liger_fn.ops.fused_linear_jsd import fused_linear_jsd as fused_linear_jsd
+from liger_fn.ops.fused_linear_kl import fused_linear_kl as fused_linear_kl
 from liger_fn.ops.fused_linear_logp import LogpStats as LogpStats
 from liger_fn.ops.fused_linear_logp import fused_linear_logp as fused_linear_logp
 from liger_fn.ops.fused_linear_logp import (
     fused_linear_logp_with_stats as fused_linear_logp_with_stats,
 )
+from liger_fn.ops.fused_linear_tvd import fused_linear_tvd as fused_linear_tvd
 from liger_fn.ops.geglu import geglu as geglu
 from liger_fn.ops.geglu import geglu_packed as geglu_packed
 from liger_fn.ops.group_norm import group_norm as group_norm
@@ -72,8 +75,11 @@ __all__ = [
     "dyt",
     "fused_linear_ce",
     "fused_linear_ce_with_stats",
+    "fused_linear_jsd",
+    "fused_linear_kl",
     "fused_linear_logp",
     "fused_linear_logp_with_stats",
+    "fused_linear_tvd",
     "geglu",
     "geglu_packed",
     "group_norm",

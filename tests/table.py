@@ -465,9 +465,10 @@ def kto_oracle(logp: Tensor, y: Tensor, desirable: Tensor, ref: Tensor) -> Tenso
 
 
 def grpo_oracle(
-    logp: Tensor, y: Tensor, a: Tensor, old: Tensor | None = None, ref: Tensor | None = None
-) -> Tensor:
-    live = y != -100
+    logp: Tensor, y: Tensor | None, a: Tensor, old: Tensor | None = None,
+    ref: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    live = torch.ones_like(logp, dtype=torch.bool) if y is None else y != -100
     ratio = torch.exp(logp - (logp.detach() if old is None else old))
     each = -torch.minimum(ratio * a[:, None], ratio.clamp(0.8, 1.2) * a[:, None])
     if ref is not None:
@@ -527,6 +528,34 @@ def dpo_loss(w: Tensor, x: Tensor, y: Tensor, ref: Tensor) -> Tensor:
     return liger_fn.dpo_loss(w, x, y, ref_logp=ref, chunk=4)
 
 
+def two_heads(
+    draw: Draw, lead: tuple[int, ...], d: int, v: int, full: bool = True
+) -> dict[str, Tensor]:
+    """Student and teacher, whose widths differ by one."""
+    made = {
+        "w": draw.normal(v, d, scale=2 / math.sqrt(d)), "x": draw.normal(*lead, d),
+        "teacher_w": draw.normal(v, d + 1, scale=2 / math.sqrt(d)),
+        "teacher_x": draw.normal(*lead, d + 1),
+    }  # fmt: skip
+    return made | ({"y": draw.targets(lead, v), "u": draw.normal(*lead)} if full else {})
+
+
+def distilled(
+    w: Tensor, x: Tensor, teacher_w: Tensor, teacher_x: Tensor, y: Any = None, u: Any = None, *,
+    of: Function, chunk: Any = 2, **options: Any,
+) -> Tensor:  # fmt: skip
+    return of(w, x, teacher_w, teacher_x, y=y, token_weight=u, chunk=chunk, **options)
+
+
+def distilled_oracle(
+    w: Tensor, x: Tensor, teacher_w: Tensor, teacher_x: Tensor, y: Any = None, u: Any = None, *,
+    softcap: float | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    z = x @ w.mT
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    return divergence_oracle(z, teacher_x @ teacher_w.mT, y, u, **options)
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 # what laws draw
@@ -572,6 +601,11 @@ def again(lead: tuple[int, ...], d: int, v: int) -> tuple[float, float]:
     return size, 4 * size
 
 
+def distillation(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, float]:
+    size = 2 * math.prod(lead) * v
+    return size * (2 * d + 1), size * (4 * d + 1)
+
+
 def products(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, float]:
     size = 2 * math.prod(lead) * d * v
     return size, 3 * size
@@ -594,6 +628,8 @@ def reasoned(b: int, t: int, d: int, v: int, **_: Any) -> tuple[float, float]:
     return size, 4 * size
 
 
+PAIR_SIZES = {"lead": (3,), "d": 3, "v": 5}
+EACH = {"temperature": 1.5, "softcap": 3.0, "reduction": "none"}
 WARM = {"temperature": 1.7, "softcap": 3.0, "logit_scale": 0.8}
 
 ROWS = [
@@ -739,7 +775,7 @@ ROWS = [
     Row("kto_from_logp", kto(liger_fn.kto_from_logp), kto_oracle, single, ("logp",), FEW,
         SEQUENCES, ops=False),
     Row("grpo_from_logp", bound(grpo, of=liger_fn.grpo_from_logp), grpo_oracle, sampled,
-        ("logp",), FEW, SEQUENCES, ("old", "ref"), ops=False),
+        ("logp",), FEW, SEQUENCES, ("y", "old", "ref"), ops=False),
     Row("dpo_loss", dpo_loss, under_head(dpo_oracle), headed(bound(sequences, ref=True)),
         ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, flops=4 / 3,
         bench=Bench(reasoned, "one product forward, three backward: logits are formed again",
@@ -757,4 +793,22 @@ ROWS = [
         headed(single), ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, flops=4 / 3),
     Row("grpo_loss", bound(grpo, of=liger_fn.grpo_loss, chunk=4), under_head(grpo_oracle),
         headed(sampled), ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, ("old", "ref"), flops=4 / 3),
+
+
+    Row("fused_linear_kl", bound(distilled, of=liger_fn.fused_linear_kl),
+        bound(distilled_oracle, rows=kl_rows), two_heads, ("w", "x"), {**PAIR_SIZES, "full": False},
+        {**HEAD, "full": [False]},
+        bench=Bench(distillation, "one product for each of the two logits, two more with backward",
+                    [{"lead": (8192,), "d": 4096, "v": 128256, "full": False}],
+                    [{"lead": (256,), "d": 256, "v": 8000, "full": False}],
+                    fn=bound(distilled, of=liger_fn.fused_linear_kl, chunk=None), limit="matmul")),
+    Row("fused_linear_kl-none", bound(distilled, of=liger_fn.fused_linear_kl, **EACH),
+        bound(distilled_oracle, rows=kl_rows, **EACH), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
+        ("y", "u"), block=4, flops=20 / 13),  # both logits again; their widths are 3 and 4
+    Row("fused_linear_jsd", bound(distilled, of=liger_fn.fused_linear_jsd, beta=0.3),
+        bound(distilled_oracle, rows=jsd_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
+        ("y", "u")),
+    Row("fused_linear_tvd", bound(distilled, of=liger_fn.fused_linear_tvd, temperature=1.5),
+        bound(distilled_oracle, rows=tvd_rows, temperature=1.5), two_heads, ("w", "x", "u"),
+        PAIR_SIZES, HEAD, ("y", "u")),
 ]  # fmt: skip

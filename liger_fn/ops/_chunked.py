@@ -126,6 +126,15 @@ def head_loop(
     return tuple(map(torch.cat, zip(*parts, strict=True))), dw, dx, db
 
 
+def logits(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """x w^T + b of one chunk, all of one dtype, in the dtype of logits."""
+    zdtype = logits_dtype(x.dtype, x.device)
+    if x.device.type == "cpu":
+        x, w = x.to(zdtype), w.to(zdtype)
+    z = _mm(x, w.t(), zdtype, None)
+    return z if b is None else z + b
+
+
 def _autocast_off(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if kind in _AUTOCAST else nullcontext()
 

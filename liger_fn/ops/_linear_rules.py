@@ -32,7 +32,7 @@ def _loop(
     )  # fmt: skip
 
 
-def _weighted(
+def weighted(
     u: Tensor | None, y: Tensor, c: Tensor | float | None, dtype: torch.dtype
 ) -> Tensor | None:
     """c * u for each row; None where it is zero."""
@@ -50,7 +50,7 @@ def _sum_fwd(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dtype = wide(compute)
     (nll, zsq, correct), dw, dx, db = _loop(
-        rows, w, x, b, y, class_weight, _weighted(u, y, 1.0, dtype), _weighted(u, y, z_loss, dtype),
+        rows, w, x, b, y, class_weight, weighted(u, y, 1.0, dtype), weighted(u, y, z_loss, dtype),
         wanted, ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale,
         softcap=softcap, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
     )  # fmt: skip
@@ -67,26 +67,38 @@ def _sum_bwd(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     scale = d_loss if d_nll is None and d_zsq is None else None
     c_nll, c_zsq = _plus(d_loss, d_nll), _plus(None if d_loss is None else z_loss * d_loss, d_zsq)
-    primals, formed = (w, x, b), [dw, dx, db]
-    missing = [
-        want and (scale is None or t is None or g.shape != t.shape)
-        for want, t, g in zip(wanted, primals, formed, strict=False)
-    ]
-    if any(missing):
+
+    def late(missing: tuple[bool, ...]) -> Sequence[Tensor | None]:
         ones = (1.0, z_loss) if scale is not None else (c_nll, c_zsq)
-        a, e = (_weighted(u, y, c, nll.dtype) for c in ones)
-        _, *late = _loop(rows, w, x, b, y, class_weight, a, e, tuple(missing), **options)
-        formed = [g if is_late else t for is_late, g, t in zip(missing, late, formed, strict=True)]  # type: ignore[misc]  # late ones exist
-    out = [
-        _scaled(g, scale, t.dtype) if want and t is not None else None
-        for want, g, t in zip(wanted, formed, primals, strict=False)
-    ]
+        a, e = (weighted(u, y, c, nll.dtype) for c in ones)
+        return _loop(rows, w, x, b, y, class_weight, a, e, missing, **options)[1:]
+
+    out = settled(wanted, (w, x, b), (dw, dx, db), scale, late)
     du = None
     if wanted[3] and u is not None:
         terms = (c * t for c, t in ((c_nll, nll), (c_zsq, zsq)) if c is not None)
         total: Tensor = sum(terms)  # type: ignore[assignment]  # never the int 0: one term exists
         du = total.to(u.dtype)
     return *out, du
+
+
+def settled(
+    wanted: Sequence[bool], primals: Sequence[Tensor | None], formed: Sequence[Tensor],
+    scale: Tensor | None, late: Callable[[tuple[bool, ...]], Sequence[Tensor | None]],
+) -> list[Tensor | None]:  # fmt: skip
+    """What forward formed, times `scale`; what it did not form (without a scale: all) is `late`."""
+    missing = [
+        want and (scale is None or t is None or g.shape != t.shape)
+        for want, t, g in zip(wanted, primals, formed, strict=False)
+    ]
+    found: Sequence[Tensor | None] = formed
+    if any(missing):
+        every = zip(missing, late(tuple(missing)), formed, strict=True)
+        found = [g if is_late else t for is_late, g, t in every]
+    return [
+        _scaled(g, scale, t.dtype) if want and t is not None and g is not None else None
+        for want, g, t in zip(wanted, found, primals, strict=False)
+    ]
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -172,24 +184,32 @@ def _late_flops(
     return 0 if d_nll is None and d_zsq is None else _products(w, x, 1 + sum(wanted[:2]))
 
 
+def formed_fake(
+    w: Tensor, x: Tensor, b: Tensor | None, compute: torch.dtype, accum_dtype: torch.dtype,
+    wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Shapes of dw, dx and db as forward forms them; those that nobody wants are empty."""
+    sums = torch.promote_types(accum_dtype, compute) if compute == torch.float64 else accum_dtype
+    dtype, half = wide(compute), x.device.type != "cpu" and x.dtype.itemsize < 4
+    kinds = (sums, compute if half else dtype, dtype)
+    return [
+        w.new_empty(t.shape if want and t is not None else (0,), dtype=kind if want else dtype)
+        for want, t, kind in zip(wanted, (w, x, b), kinds, strict=False)
+    ]
+
+
 def _sum_fake(
     w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None,
     u: Tensor | None, *, compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
     **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    sums = torch.promote_types(accum_dtype, compute) if compute == torch.float64 else accum_dtype
-    dtype, half = wide(compute), x.device.type != "cpu" and x.dtype.itemsize < 4
-    kinds = (sums, compute if half else dtype, dtype)
-    formed = (
-        w.new_empty(t.shape if want and t is not None else (0,), dtype=kind if want else dtype)
-        for want, t, kind in zip(wanted, (w, x, b), kinds, strict=False)
-    )
-    scalars = (x.new_empty((), dtype=dtype) for _ in range(3))
-    per_row = (y.new_empty(y.shape, dtype=dtype) for _ in range(2))
+    scalars = (x.new_empty((), dtype=wide(compute)) for _ in range(3))
+    per_row = (y.new_empty(y.shape, dtype=wide(compute)) for _ in range(2))
+    formed = formed_fake(w, x, b, compute, accum_dtype, wanted)
     return *scalars, y.new_empty(y.shape, dtype=torch.bool), *formed, *per_row
 
 
-def _rule(
+def head_rule(
     name: str, passes: dict[Any, Rows], fwd: Callable[..., Any], bwd: Callable[..., Any], *,
     outputs: int, fake: Any, flops: Any, more: tuple[str, ...] = (),
 ) -> Callable[..., Any]:  # fmt: skip
@@ -207,7 +227,7 @@ def _rule(
 
 def sum_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
     """(w, x, b, y, class_weight, u) to the sum of u * (nll + z_loss * zsq)."""
-    return _rule(
+    return head_rule(
         name, passes, _sum_fwd, _loss_bwd, outputs=1, fake=_sum_fake,
         flops=(_fwd_flops, _loss_flops), more=("u",),
     )  # fmt: skip
@@ -215,7 +235,7 @@ def sum_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
 
 def stats_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
     """The same, the sums of its two terms, and which rows have y as their argmax."""
-    return _rule(
+    return head_rule(
         name, passes, _sum_fwd, _sum_bwd, outputs=4, fake=_sum_fake,
         flops=(_fwd_flops, _late_flops), more=("u",),
     )  # fmt: skip
@@ -241,7 +261,7 @@ def rows_rule(
         return _products(a[outputs], a[outputs + 1], 1 + sum(wanted[:2]))
 
     flops = (fwd_flops, bwd_flops)
-    return _rule(name, passes, fwd, bwd, outputs=outputs, fake=fake, flops=flops)
+    return head_rule(name, passes, fwd, bwd, outputs=outputs, fake=fake, flops=flops)
 
 
 def ce_rows_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:

@@ -1,0 +1,240 @@
+"""Distillation under two heads, without the logits of either: what fused_linear_kl, ... share.
+
+For each chunk of tokens student and teacher logits are formed, the divergence of their rows
+(`_divergence`) gives a value and the gradient of the student's logits, and the loop of `_chunked`
+goes on from there: a sum forms dw, dx and db in its forward pass, 3 products and the teacher's one;
+values per row form all of it again in backward. The teacher has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_fn._check import check_positive, check_tensors
+from liger_fn._math import wide
+from liger_fn.ops import _divergence as div
+from liger_fn.ops._ce import (
+    Row,
+    check_reduction,
+    check_rows,
+    normaliser,
+    reduce_rows,
+    slope,
+    transformed,
+)
+from liger_fn.ops._chunked import check_head, chunk_size, head_loop, logits, product_dtype
+from liger_fn.ops._linear_rules import (
+    formed_fake,
+    head_rule,
+    primal_dtypes,
+    settled,
+    weighted,
+)
+from liger_fn.ops.fused_linear_ce import fused_linear_ce
+
+Passes = tuple[Callable[..., Any], Callable[..., Any]]  # forward and pullback of _divergence
+
+
+def _rows(
+    passes: Passes, teacher_w: Tensor, teacher_b: Tensor | None, student: Row, teacher: Row,
+    how: dict[str, Any], z: Tensor, y: Tensor, a: Tensor | None, teacher_x: Tensor, gradient: bool,
+) -> tuple[tuple[Tensor, ...], Tensor | None]:  # fmt: skip
+    """The row pass: logits of a chunk to values, and to the gradient where it is asked for."""
+    forward, pull = passes
+    plain = student.softcap is None and student.logit_scale == 1.0
+    zs = z if plain else transformed(z, student)
+    zt = logits(teacher_x, teacher_w, teacher_b)
+    if teacher.softcap is not None or teacher.logit_scale != 1.0:
+        zt = transformed(zt, teacher)
+    kind, reverse = how["kind"], how["kind"] == "reverse"  # KL with the roles swapped
+    how = {**how, "kind": "kl" if reverse else kind, "ignore_index": student.ignore_index}
+    pair = (zt, zs) if reverse else (zs, zt)
+    value, stats = forward(*pair, y, **how)
+    if not gradient:
+        return (value,), None
+    d = torch.ones_like(value) if a is None else a.to(value.dtype)
+    dz = pull(d, *pair, y, stats, **how, wanted=(not reverse, reverse))[reverse]
+    return (value,), dz if plain else dz * slope(z, student, y != student.ignore_index)
+
+
+def _loop(
+    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor,
+    teacher_x: Tensor, teacher_b: Tensor | None, a: Tensor | None, wanted: Sequence[bool], *,
+    kind: str, beta: float, temperature: float, ignore_index: int, logit_scale: float,
+    softcap: float | None, teacher_logit_scale: float, teacher_softcap: float | None, chunk: int,
+    compute: torch.dtype, accum_dtype: torch.dtype,
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    student = Row(ignore_index, 0.0, logit_scale, softcap)
+    teacher = Row(ignore_index, 0.0, teacher_logit_scale, teacher_softcap)
+    how = {"kind": kind, "beta": beta, "temperature": temperature}
+    rows = partial(
+        _rows, passes, teacher_w.to(compute), None if teacher_b is None else teacher_b.to(compute),
+        student, teacher, how,
+    )  # fmt: skip
+    return head_loop(
+        rows, w, x, b, y, (a, teacher_x.to(compute)), ignore_index=ignore_index, chunk=chunk,
+        compute=compute, accum_dtype=accum_dtype, wanted=tuple(wanted[:3]),  # type: ignore[arg-type]  # three
+    )  # fmt: skip
+
+
+def _sum_fwd(
+    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor,
+    teacher_x: Tensor, teacher_b: Tensor | None, u: Tensor | None, *,
+    kind: str, beta: float, temperature: float, ignore_index: int, logit_scale: float,
+    softcap: float | None, teacher_logit_scale: float, teacher_softcap: float | None, chunk: int,
+    compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    (value,), *formed = _loop(
+        passes, w, x, b, y, teacher_w, teacher_x, teacher_b, u, wanted, kind=kind, beta=beta,
+        temperature=temperature, ignore_index=ignore_index, logit_scale=logit_scale,
+        softcap=softcap, teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
+        chunk=chunk, compute=compute, accum_dtype=accum_dtype,
+    )  # fmt: skip
+    total = (value if u is None else value * u).sum()
+    return total, *(value.new_empty(0) if t is None else t for t in formed), value
+
+
+def _sum_bwd(
+    passes: Passes, d_loss: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
+    teacher_w: Tensor, teacher_x: Tensor, teacher_b: Tensor | None, u: Tensor | None, dw: Tensor,
+    dx: Tensor, db: Tensor, value: Tensor, *, wanted: tuple[bool, ...], **options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    teacher = (teacher_w, teacher_x, teacher_b)
+
+    def late(missing: tuple[bool, ...]) -> Sequence[Tensor | None]:
+        a = weighted(u, y, 1.0, value.dtype)
+        return _loop(passes, w, x, b, y, *teacher, a, missing, **options)[1:]
+
+    out = settled(wanted, (w, x, b), (dw, dx, db), d_loss, late)
+    return *out, (d_loss * value).to(u.dtype) if wanted[3] and u is not None else None
+
+
+def _rows_fwd(
+    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor,
+    teacher_x: Tensor, teacher_b: Tensor | None, *,
+    kind: str, beta: float, temperature: float, ignore_index: int, logit_scale: float,
+    softcap: float | None, teacher_logit_scale: float, teacher_softcap: float | None, chunk: int,
+    compute: torch.dtype, accum_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _loop(
+        passes, w, x, b, y, teacher_w, teacher_x, teacher_b, None, (False,) * 3, kind=kind,
+        beta=beta, temperature=temperature, ignore_index=ignore_index, logit_scale=logit_scale,
+        softcap=softcap, teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
+        chunk=chunk, compute=compute, accum_dtype=accum_dtype,
+    )[0]  # fmt: skip
+
+
+def _rows_bwd(
+    passes: Passes, d: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
+    teacher_w: Tensor, teacher_x: Tensor, teacher_b: Tensor | None, *, wanted: tuple[bool, ...],
+    **options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    teacher = (teacher_w, teacher_x, teacher_b)
+    _, *grads = _loop(passes, w, x, b, y, *teacher, d, wanted, **options)
+    return primal_dtypes(grads, w, x, b)
+
+
+# -- rule ------------------------------------------------------------------------------------------
+
+_PASSES: dict[Any, Any] = {
+    "reference": (div._fwd_ref, div._bwd_ref),
+    "triton": (div._fwd_triton, div._bwd_triton),
+}
+
+
+def _flops(w: Any, x: Any, b: Any, y: Any, teacher_w: Any, *_: Any, **how: Any) -> int:
+    products = 1 + sum(how.get("wanted", ())[:2])
+    return 2 * x[0] * w[0] * (w[1] * products + teacher_w[1])
+
+
+def _sum_fake(
+    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *_: Any, compute: torch.dtype,
+    accum_dtype: torch.dtype, wanted: tuple[bool, ...], **__: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    scalar, value = (y.new_empty(shape, dtype=wide(compute)) for shape in ((), y.shape))
+    return scalar, *formed_fake(w, x, b, compute, accum_dtype, wanted), value
+
+
+_sum = head_rule(
+    "fused_linear_divergence", _PASSES, _sum_fwd, _sum_bwd, outputs=1, fake=_sum_fake,
+    flops=(_flops, lambda *_, **__: 0), more=("u",),
+)  # fmt: skip
+_per_row = head_rule(
+    "fused_linear_divergence_rows", _PASSES, _rows_fwd, _rows_bwd, outputs=1,
+    fake=lambda w, x, b, y, *_, compute, **__: (y.new_empty(y.shape, dtype=wide(compute)),),
+    flops=(_flops, lambda d, *a, **how: _flops(*a, **how)),
+)  # fmt: skip
+
+
+def distill(
+    op: str, kind: str, w: Tensor, x: Tensor, teacher_w: Tensor, teacher_x: Tensor, *,
+    y: Tensor | None, b: Tensor | None, teacher_b: Tensor | None, hard_weight: float,
+    chunk: int | None, ignore_index: int, token_weight: Tensor | None, reduction: str,
+    n_valid: float | Tensor | None, accum_dtype: torch.dtype, beta: float = 0.5, **how: Any,
+) -> Tensor:  # fmt: skip
+    """Check the arguments of a public function, run its rule and mix in the labels."""
+    tensors = {"w": w, "x": x, "teacher_w": teacher_w, "teacher_x": teacher_x, "y": y, "b": b}
+    tensors |= {"teacher_b": teacher_b, "token_weight": token_weight}
+    _check(op, tensors, hard_weight, {**how, "beta": beta})
+    check_reduction(op, w.shape[0], reduction, n_valid, x=x)
+    if accum_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"{op}: accum_dtype must be float32 or bfloat16, got {accum_dtype}")
+    live = torch.full(x.shape[:-1], ignore_index + 1, device=x.device) if y is None else y.long()
+    check_head(op, w, x, live, b, chunk)
+    if kind == "jsd" and beta in (0, 1):
+        kind = "reverse" if beta else "kl"
+    compute = product_dtype(w, x, b)
+    flat = (w, x.flatten(0, -2) if x.dim() > 1 else x[None], b, live.reshape(-1))
+    teacher = [None if t is None else t.detach() for t in (teacher_w, teacher_x, teacher_b)]
+    teacher[1] = teacher[1].reshape(-1, teacher_x.shape[-1])  # type: ignore[union-attr]  # not None
+    options: dict[str, Any] = {**how, "kind": kind, "beta": beta, "ignore_index": ignore_index}
+    options |= {"compute": compute, "accum_dtype": accum_dtype}
+    options["chunk"] = chunk or chunk_size(3 * w.shape[0], compute, x.device)  # z, teacher's, dz
+    dtype = wide(compute)
+    n = normaliser(live, None, ignore_index, reduction, n_valid, dtype)
+    if reduction == "none":
+        loss = reduce_rows(
+            _per_row(*flat, *teacher, **options).view(live.shape), token_weight, reduction, n
+        )
+    else:
+        u = None if token_weight is None else token_weight.reshape(-1).to(dtype)
+        loss = _sum(*flat, *teacher, u, **options)
+        loss = loss if n is None else loss / n
+    if not hard_weight:
+        return loss
+    hard = fused_linear_ce(
+        w, x, y, b=b, chunk=chunk, accum_dtype=accum_dtype, ignore_index=ignore_index,  # type: ignore[arg-type]  # checked
+        softcap=how["softcap"], logit_scale=how["logit_scale"], token_weight=token_weight,
+        reduction=reduction, n_valid=n_valid,
+    )  # fmt: skip
+    return (1 - hard_weight) * loss + hard_weight * hard
+
+
+_SPECS = {
+    "w": "v d", "x": "... d", "teacher_w": "v e", "teacher_x": "... e", "y": "? int ...",
+    "b": "? v", "teacher_b": "? v", "token_weight": "? ...",
+}  # fmt: skip
+
+
+def _check(op: str, tensors: dict[str, Any], hard_weight: float, how: dict[str, Any]) -> None:
+    check_tensors(op, **{name: (t, _SPECS[name]) for name, t in tensors.items()})
+    x, teacher_x, y = (tensors[name] for name in ("x", "teacher_x", "y"))
+    if teacher_x.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: leading axes are {tuple(teacher_x.shape[:-1])} in teacher_x but "
+            f"{tuple(x.shape[:-1])} in x"
+        )
+    check_rows(op, y, x=x)
+    check_rows(op, tensors["token_weight"], "token_weight", "weight", x=x)
+    for name in ("temperature", "softcap", "teacher_softcap"):
+        check_positive(op, name, how[name])
+    for name, share in (("beta", how["beta"]), ("hard_weight", hard_weight)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{op}: {name} must lie in [0, 1], got {share}")
+    if hard_weight and y is None:
+        raise ValueError(f"{op}: y must be given where hard_weight is not 0, got None")
