@@ -45,7 +45,7 @@ PAGE = """# {machine}
 - peak: MiB that fwd+bwd holds beyond the inputs, results included.
 - error: norm of the difference to float64 over its norm, the largest of outputs and of gradients.
   Above 2 x plain torch's + {leeway:.1e} a peer is "wrong", and not timed.
-- torch is the plain function of the row in tests/table.py.
+- torch is the plain function of the row in tests/table.
 - A scalar loss is pulled back with 1, everything else with random gradients.
 - host: so small that eager is host time alone, until the call returns.
 """

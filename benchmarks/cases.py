@@ -1,4 +1,4 @@
-"""What is measured: the rows of tests/table.py that name sizes, each with its peers."""
+"""What is measured: the rows of tests/table that name sizes, each with its peers."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.errors
 
-For each row of tests/table.py, in float32, bfloat16 and float16, where it comes closest to what is
+For each row of tests/table, in float32, bfloat16 and float16, where it comes closest to what is
 allowed, 2 x plain torch's error + 1 ulp, at magnitudes from 1e-4 to 1e4: the largest error of any
 output and of any gradient in ulps of the largest entry, the same of plain torch, and the share.
 """

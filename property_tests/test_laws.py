@@ -31,7 +31,8 @@ from property_tests.strategies import (
 )
 from tests import table
 from tests.conftest import DEVICE
-from tests.table import ROWS, Row, bind, ce_oracle
+from tests.table import ROWS, Row, bind
+from tests.table.losses import ce_oracle
 from tests.tolerance import cotangents, error, pure_results, results, same_bits, slack
 
 LEADS, WIDTHS = st.sampled_from(table.LEADS), st.sampled_from(table.WIDTHS)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import liger_fn
 from liger_fn import fused_linear_logp, fused_linear_logp_with_stats
-from tests.table import logp_oracle
+from tests.table.heads import logp_oracle
 from tests.tolerance import assert_pure_and_close, assert_pure_and_exact, results, same_bits
 
 OPTIONS = [

@@ -8,7 +8,7 @@ from torch.func import grad, hessian, jvp, vmap
 
 import liger_fn
 from liger_fn import grpo_from_logp
-from tests.table import logp_oracle
+from tests.table.heads import logp_oracle
 
 LOW, HIGH, DELTA = 0.1, 0.3, 1.6
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

@@ -16,7 +16,7 @@ from liger_fn import (
     orpo_from_logp,
     simpo_from_logp,
 )
-from tests.table import logp_oracle
+from tests.table.heads import logp_oracle
 
 BETA, S = 0.7, 0.15
 LENGTHS = ((4, 2), (1, 3), (2, 2))  # of chosen and rejected

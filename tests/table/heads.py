@@ -1,0 +1,181 @@
+"""Rows of the fused heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import liger_fn
+from tests.table.losses import (
+    ALL,
+    ce_oracle,
+    divergence_oracle,
+    jsd_rows,
+    kl_rows,
+    labelled,
+    plain_ce,
+    tvd_rows,
+)
+from tests.table.row import LOGITS, Bench, Draw, Function, Row, bound, first
+
+
+def head(draw: Draw, lead: tuple[int, ...], d: int, v: int, full: bool = True) -> dict[str, Tensor]:
+    """A projection whose logits have standard deviation 2."""
+    y, *weights = labelled(draw, lead, v, full).items()
+    bias = {"b": draw.normal(v)} if full else {}
+    w, x = draw.normal(v, d, scale=2 / math.sqrt(d)), draw.normal(*lead, d)
+    return {"w": w, "x": x, **dict([y]), **bias, **dict(weights)}
+
+
+def linear_oracle(
+    w: Tensor, x: Tensor, y: Tensor, b: Tensor | None = None, c: Tensor | None = None,
+    u: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return ce_oracle(x @ w.mT + (0.0 if b is None else b), y, c, u, **options)
+
+
+def linear(
+    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any
+) -> Tensor:
+    return liger_fn.fused_linear_ce(
+        w, x, y, b=b, class_weight=c, token_weight=u, chunk=4, **options
+    )
+
+
+def linear_stats(
+    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any
+) -> Any:
+    out = liger_fn.fused_linear_ce_with_stats(
+        w, x, y, b=b, class_weight=c, token_weight=u, chunk=4, **options
+    )
+    return tuple(out[:3])
+
+
+def plain_linear_ce(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    logits = F.linear(x, w)
+    return plain_ce(logits if logits.dtype == torch.float64 else logits.float(), y)
+
+
+def biased_head(draw: Draw, lead: tuple[int, ...], d: int, v: int) -> dict[str, Tensor]:
+    made = head(draw, lead, d, v)
+    return {name: made[name] for name in ("w", "x", "y", "b")}
+
+
+def logp(w: Tensor, x: Tensor, y: Tensor, b: Any = None, chunk: Any = 4, **options: Any) -> Tensor:
+    return liger_fn.fused_linear_logp(w, x, y, b=b, chunk=chunk, **options)
+
+
+def logp_stats(w: Tensor, x: Tensor, y: Tensor, b: Any = None, **options: Any) -> Any:
+    found = liger_fn.fused_linear_logp_with_stats(w, x, y, b=b, chunk=4, **options)
+    return tuple(found[:4])
+
+
+def logp_oracle(
+    w: Tensor, x: Tensor, y: Tensor, b: Tensor | None = None, *, temperature: float = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    z = (x @ w.mT + (0.0 if b is None else b)) * logit_scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    log_p, live = z.log_softmax(-1), y != -100
+    p = log_p.exp()
+    own = log_p.gather(-1, y.clamp(min=0)[..., None])[..., 0]
+    found = own, -(p * log_p).sum(-1), p.square().sum(-1).log(), z.mean(-1)
+    return tuple(torch.where(live, t, 0.0) for t in found)
+
+
+def two_heads(
+    draw: Draw, lead: tuple[int, ...], d: int, v: int, full: bool = True
+) -> dict[str, Tensor]:
+    """Student and teacher, whose widths differ by one."""
+    made = {
+        "w": draw.normal(v, d, scale=2 / math.sqrt(d)), "x": draw.normal(*lead, d),
+        "teacher_w": draw.normal(v, d + 1, scale=2 / math.sqrt(d)),
+        "teacher_x": draw.normal(*lead, d + 1),
+    }  # fmt: skip
+    return made | ({"y": draw.targets(lead, v), "u": draw.normal(*lead)} if full else {})
+
+
+def distilled(
+    w: Tensor, x: Tensor, teacher_w: Tensor, teacher_x: Tensor, y: Any = None, u: Any = None, *,
+    of: Function, chunk: Any = 2, **options: Any,
+) -> Tensor:  # fmt: skip
+    return of(w, x, teacher_w, teacher_x, y=y, token_weight=u, chunk=chunk, **options)
+
+
+def distilled_oracle(
+    w: Tensor, x: Tensor, teacher_w: Tensor, teacher_x: Tensor, y: Any = None, u: Any = None, *,
+    softcap: float | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    z = x @ w.mT
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    return divergence_oracle(z, teacher_x @ teacher_w.mT, y, u, **options)
+
+
+HEAD = {**LOGITS, "d": range(1, 7)}
+HEAD_SIZES = {"lead": (2, 3), "d": 4, "v": 7}
+DIFF_HEAD = ("w", "x", "b", "u")
+
+
+def again(lead: tuple[int, ...], d: int, v: int) -> tuple[float, float]:
+    size = 2 * math.prod(lead) * d * v
+    return size, 4 * size
+
+
+def distillation(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, float]:
+    size = 2 * math.prod(lead) * v
+    return size * (2 * d + 1), size * (4 * d + 1)
+
+
+def products(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, float]:
+    size = 2 * math.prod(lead) * d * v
+    return size, 3 * size
+
+
+PAIR_SIZES = {"lead": (3,), "d": 3, "v": 5}
+EACH = {"temperature": 1.5, "softcap": 3.0, "reduction": "none"}
+WARM = {"temperature": 1.7, "softcap": 3.0, "logit_scale": 0.8}
+ROWS = [
+    Row("fused_linear_ce", linear, first(linear_oracle), head, ("w", "x"),
+        {**HEAD_SIZES, "full": False}, {**HEAD, "full": [False]}, plain=plain_linear_ce,
+        bench=Bench(products, "one product forward, three with backward",
+                    [{"lead": (8192,), "d": 4096, "v": 128256, "full": False},
+                     {"lead": (16384,), "d": 4096, "v": 32000, "full": False}],
+                    [{"lead": (512,), "d": 256, "v": 8000, "full": False}],
+                    fn=liger_fn.fused_linear_ce, limit="matmul")),
+    Row("fused_linear_ce-all", bound(linear, **ALL), first(bound(linear_oracle, **ALL)), head,
+        DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u"), block=4),
+    Row("fused_linear_ce-none", bound(linear, **ALL, reduction="none"),
+        first(bound(linear_oracle, **ALL, reduction="none")), head, DIFF_HEAD, HEAD_SIZES, HEAD,
+        ("b", "c", "u"), flops=4 / 3),
+    Row("fused_linear_ce_with_stats", bound(linear_stats, **ALL), bound(linear_oracle, **ALL), head,
+        DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u"), flops=2.0),  # late gradients of its terms,
+    Row("fused_linear_logp", bound(logp, temperature=0.7),
+        first(bound(logp_oracle, temperature=0.7)), biased_head, ("w", "x", "b"), HEAD_SIZES,
+        HEAD, ("b",), flops=4 / 3,
+        bench=Bench(again, "one product forward, three backward: logits are formed again",
+                    [{"lead": (8192,), "d": 4096, "v": 128256}],
+                    [{"lead": (512,), "d": 256, "v": 8000}],
+                    fn=bound(logp, temperature=0.7, chunk=None), limit="matmul")),
+    Row("fused_linear_logp_with_stats", bound(logp_stats, **WARM), bound(logp_oracle, **WARM),
+        biased_head, ("w", "x", "b"), HEAD_SIZES, HEAD, ("b",), block=4, flops=4 / 3),
+    Row("fused_linear_kl", bound(distilled, of=liger_fn.fused_linear_kl),
+        bound(distilled_oracle, rows=kl_rows), two_heads, ("w", "x"), {**PAIR_SIZES, "full": False},
+        {**HEAD, "full": [False]},
+        bench=Bench(distillation, "one product for each of the two logits, two more with backward",
+                    [{"lead": (8192,), "d": 4096, "v": 128256, "full": False}],
+                    [{"lead": (256,), "d": 256, "v": 8000, "full": False}],
+                    fn=bound(distilled, of=liger_fn.fused_linear_kl, chunk=None), limit="matmul")),
+    Row("fused_linear_kl-none", bound(distilled, of=liger_fn.fused_linear_kl, **EACH),
+        bound(distilled_oracle, rows=kl_rows, **EACH), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
+        ("y", "u"), block=4, flops=20 / 13),  # both logits again; their widths are 3 and 4,
+    Row("fused_linear_jsd", bound(distilled, of=liger_fn.fused_linear_jsd, beta=0.3),
+        bound(distilled_oracle, rows=jsd_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
+        ("y", "u")),
+    Row("fused_linear_tvd", bound(distilled, of=liger_fn.fused_linear_tvd, temperature=1.5),
+        bound(distilled_oracle, rows=tvd_rows, temperature=1.5), two_heads, ("w", "x", "u"),
+        PAIR_SIZES, HEAD, ("y", "u")),
+]  # fmt: skip

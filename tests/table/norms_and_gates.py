@@ -1,0 +1,237 @@
+"""Rows of norms, gates, positions and softmaxes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import liger_fn
+from tests.table.row import COLUMNS, LEADS, ROWS_OF, Bench, Draw, Row, bound, elements
+
+
+def rms_norm(x: Tensor, w: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    y = F.rms_norm(x, x.shape[-1:], None, eps)
+    return y if w is None else y * (w + offset)
+
+
+def rms_norm_step_by_step(x: Tensor) -> Tensor:
+    """Every step in the dtype of x, as casting "none" means it."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.1)
+
+
+def rows(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return {"x": draw.normal(*lead, n)}
+
+
+def rows_and_gain(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return {"x": draw.normal(*lead, n), "w": draw.normal(n)}
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, w: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    return rms_norm(x + residual, w, eps), x + residual
+
+
+def terms_and_gain(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return {"x": draw.normal(*lead, n), "residual": draw.normal(*lead, n), "w": draw.normal(n)}
+
+
+def terms(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return {"x": draw.normal(*lead, n), "residual": draw.normal(*lead, n)}
+
+
+def layer_norm(x: Tensor, w: Tensor | float, b: Tensor, eps: float) -> Tensor:
+    # from the paper: torch 2.13 gives F.layer_norm wrong second derivatives in x and w together
+    d = x - x.mean(-1, keepdim=True)
+    return d / (d.square().mean(-1, keepdim=True) + eps).sqrt() * w + b
+
+
+def rows_gain_and_bias(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return {**rows_and_gain(draw, lead, n), "b": draw.normal(n)}
+
+
+def group_norm(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> Tensor:
+    rows = x.reshape(x.shape[0], groups, x.shape[1:].numel() // groups)
+    y = layer_norm(rows, 1.0, torch.zeros_like(b[0]), eps).reshape(x.shape)
+    each = (-1, *(1,) * (x.dim() - 2))
+    return y * w.reshape(each) + b.reshape(each)
+
+
+def images(draw: Draw, b: int, per_group: int, at: tuple[int, ...]) -> dict[str, Tensor]:
+    """Two groups of channels, of the positions `at`."""
+    c = 2 * per_group
+    return {"x": draw.normal(b, c, *at), "w": draw.normal(c), "b": draw.normal(c)}
+
+
+def swiglu_packed(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def halves(draw: Draw, lead: tuple[int, ...], n: int) -> dict[str, Tensor]:
+    return dict(zip(("gate", "up"), draw.normal(*lead, 2 * n).chunk(2, -1), strict=True))
+
+
+def rope_oracle(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: bool
+) -> tuple[Tensor, Tensor]:
+    half = cos.shape[-1] // 2
+    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    c1, c2, s1, s2 = cos[..., :half], cos[..., half:], sin[..., :half], sin[..., half:]
+    if pairs:
+        c2, s2 = c1, s1
+
+    def one(x: Tensor) -> Tensor:
+        head, tail = x[..., : 2 * half], x[..., 2 * half :]
+        a, b = (head[..., ::2], head[..., 1::2]) if pairs else head.chunk(2, -1)
+        a, b = a * c1 - b * s1, b * c2 + a * s2
+        turned = torch.stack((a, b), -1).flatten(-2) if pairs else torch.cat((a, b), -1)
+        return torch.cat((turned, tail), -1)
+
+    return one(q), one(k)
+
+
+def rope_arguments(
+    draw: Draw, lead: tuple[int, ...], t: int, h: int, hk: int, pairs: int, tail: int = 0,
+    own: str = "shared", equal: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Heads as attention holds them, (b, t, h, k) in memory; halves of cos alike if `equal`."""
+    first = {"shared": (), "own": lead, "ones": (1,) * len(lead)}[own]
+    q, k = (draw.normal(*lead, t, heads, 2 * pairs + tail).transpose(-3, -2) for heads in (h, hk))
+    angle = draw.normal(*first, t, pairs)
+    angle = torch.cat((angle, angle if equal else draw.normal(*first, t, pairs)), -1)
+    return {"q": q, "k": k, "cos": angle.cos(), "sin": angle.sin()}
+
+
+def mrope_arguments(
+    draw: Draw, lead: tuple[int, ...], t: int, h: int, hk: int, tail: int = 0
+) -> dict[str, Tensor]:
+    made = rope_arguments(draw, lead, t, h, hk, sum(SECTIONS), tail)
+    angle = draw.normal(3, *lead, t, 2 * sum(SECTIONS))
+    return {"q": made["q"], "k": made["k"], "cos": angle.cos(), "sin": angle.sin()}
+
+
+SECTIONS = (1, 1, 2)
+
+
+def mrope_oracle(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    kind = torch.arange(3, device=cos.device).repeat_interleave(
+        torch.tensor(SECTIONS, device=cos.device), output_size=4
+    )
+    at = kind.repeat(2).expand(1, *cos.shape[1:])
+    return rope_oracle(q, k, cos.gather(0, at)[0], sin.gather(0, at)[0], pairs=False)
+
+
+def sparsemax(x: Tensor) -> Tensor:
+    """Algorithm 1 of Martins and Astudillo, 2016; halves in float32, where a sum of them fits."""
+    h = x if x.dtype == torch.float64 else x.float()
+    z = h.sort(-1, descending=True).values
+    k = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=h.dtype)
+    size = (1 + k * z > z.cumsum(-1)).sum(-1, keepdim=True).detach()
+    tau = (z.cumsum(-1).gather(-1, size - 1) - 1) / size
+    return torch.relu(h - tau).to(x.dtype)  # an entry at the threshold is outside: no gradient
+
+
+CENTRED = {"lead": LEADS, "n": COLUMNS[1:]}  # of one column nothing is left but rounding
+TABLES = {
+    "lead": [(), (2,), (1, 2), (0,)], "t": range(4), "h": range(1, 4), "hk": range(1, 4),
+    "pairs": range(1, 5), "tail": range(4), "own": ["shared", "own", "ones"],
+}  # fmt: skip
+GATED = "read gate and up, write y; backward reads gate, up, dy, writes dgate, dup"
+ROW_SHAPES = [{"lead": (16384,), "n": 4096}, {"lead": (32768,), "n": 1024},
+              {"lead": (4096,), "n": 16384}]  # fmt: skip
+
+
+def turned(lead: tuple[int, ...], t: int, h: int, hk: int, pairs: int, **_: Any) -> Any:
+    size = math.prod(lead) * t * (h + hk) * 2 * pairs
+    return 2 * size, 4 * size
+
+
+ROWS = [
+    Row("rms_norm", bound(liger_fn.rms_norm, eps=1e-3), bound(rms_norm, eps=1e-3), rows_and_gain,
+        ("x", "w"), {"lead": (2, 3), "n": 5}, ROWS_OF, ("w",),
+        plain=lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-3),
+        bench=Bench(elements(2, 5), "read x, write y; backward reads x and dy, writes dx",
+                    ROW_SHAPES, [{"lead": (1024,), "n": 1024}], host={"lead": (8,), "n": 64})),
+    Row("rms_norm-gemma", bound(liger_fn.rms_norm, eps=0.1, offset=1.0, casting="gemma"),
+        bound(rms_norm, eps=0.1, offset=1.0), rows_and_gain, ("x", "w"),
+        {"lead": (3,), "n": 6}, ROWS_OF, ("w",), block=4),
+    Row("rms_norm-no-gain", lambda x: liger_fn.rms_norm(x, None, 0.1, casting="none"),
+        lambda x: rms_norm(x, None, 0.1), rows, ("x",), {"lead": (3,), "n": 5}, ROWS_OF,
+        plain=rms_norm_step_by_step),
+    Row("add_rms_norm", bound(liger_fn.add_rms_norm, eps=1e-3), bound(add_rms_norm, eps=1e-3),
+        terms_and_gain, ("x", "residual", "w"), {"lead": (2, 3), "n": 5}, ROWS_OF, ("w",),
+        bench=Bench(elements(4, 8), "read x and residual, write y and the sum; backward reads dy, "
+                    "ds and the sum, writes the gradient of both", ROW_SHAPES,
+                    [{"lead": (1024,), "n": 1024}])),
+    Row("add_rms_norm-gemma",
+        lambda x, r: liger_fn.add_rms_norm(x, r, None, 0.1, offset=1.0, casting="gemma"),
+        bound(add_rms_norm, w=None, eps=0.1), terms, ("x", "residual"), {"lead": (3,), "n": 6},
+        ROWS_OF, block=4),
+    Row("layer_norm", bound(liger_fn.layer_norm, eps=1e-3), bound(layer_norm, eps=1e-3),
+        rows_gain_and_bias, ("x", "w", "b"), {"lead": (2, 3), "n": 5}, CENTRED, ("w", "b"),
+        plain=lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-3),
+        bench=Bench(elements(2, 5), "read x, write y; backward reads x and dy, writes dx",
+                    ROW_SHAPES, [{"lead": (1024,), "n": 1024}], host={"lead": (8,), "n": 64})),
+    Row("layer_norm-no-gain", lambda x, b: liger_fn.layer_norm(x, None, b, 0.1),
+        lambda x, b: layer_norm(x, 1.0, b, 0.1),
+        lambda draw, lead, n: {"x": draw.normal(*lead, n), "b": draw.normal(n)}, ("x", "b"),
+        {"lead": (3,), "n": 6}, CENTRED, block=4),
+    Row("group_norm", bound(liger_fn.group_norm, groups=2, eps=0.1),
+        bound(group_norm, groups=2, eps=0.1), images, ("x", "w", "b"),
+        {"b": 2, "per_group": 2, "at": (2, 1)},
+        {"b": range(4), "per_group": range(1, 4), "at": [(2,), (7,), (3, 2), (17,), (1, 2, 3)]},
+        ("w", "b")),
+    Row("dyt", liger_fn.dyt, lambda x, alpha, w, b: torch.tanh(alpha * x) * w + b,
+        lambda draw, lead, n: {"x": draw.normal(*lead, n), "alpha": draw.normal(1),
+                               "w": draw.normal(n), "b": draw.normal(n)},
+        ("x", "alpha", "w", "b"), {"lead": (2, 2), "n": 3}, ROWS_OF, ("w", "b")),
+    Row("swiglu", liger_fn.swiglu, lambda gate, up: F.silu(gate) * up, halves, ("gate", "up"),
+        {"lead": (2, 3), "n": 5}, ROWS_OF,
+        bench=Bench(elements(3, 8), GATED, [{"lead": (16384,), "n": 14336}],
+                    [{"lead": (512,), "n": 2048}], host={"lead": (8,), "n": 64})),
+    Row("geglu", liger_fn.geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, halves,
+        ("gate", "up"), {"lead": (2, 3), "n": 5}, ROWS_OF,
+        bench=Bench(elements(3, 8), GATED, [{"lead": (16384,), "n": 14336}],
+                    [{"lead": (512,), "n": 2048}])),
+    Row("geglu_packed", bound(liger_fn.geglu_packed, approximate="none"),
+        lambda gate_up: F.gelu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1],
+        lambda draw, lead, n: {"gate_up": draw.normal(*lead, 2 * n)}, ("gate_up",),
+        {"lead": (2, 3), "n": 5}, ROWS_OF, block=4),
+    Row("relu2", liger_fn.relu2, lambda x: F.relu(x).square(), rows, ("x",),
+        {"lead": (2, 3), "n": 5}, ROWS_OF,
+        bench=Bench(elements(2, 5), "read x, write y; backward reads x and dy, writes dx",
+                    [{"lead": (16384,), "n": 14336}], [{"lead": (512,), "n": 2048}])),
+    Row("swiglu_packed", liger_fn.swiglu_packed, swiglu_packed,
+        lambda draw, lead, n: {"gate_up": draw.normal(*lead, 2 * n)}, ("gate_up",),
+        {"lead": (2, 3), "n": 5}, ROWS_OF, block=4),
+    Row("rope", liger_fn.rope, bound(rope_oracle, pairs=False), rope_arguments,
+        ("q", "k", "cos", "sin"), {"lead": (2,), "t": 4, "h": 3, "hk": 1, "pairs": 4}, TABLES,
+        bench=Bench(turned, "read and write q and k; backward the same for their gradients",
+                    [{"lead": (4,), "t": 4096, "h": 32, "hk": 8, "pairs": 64, "own": "ones",
+                      "equal": True}],
+                    [{"lead": (1,), "t": 512, "h": 8, "hk": 2, "pairs": 32, "own": "ones",
+                      "equal": True}], wanted=("q", "k"))),
+    Row("rope-interleaved-partial", bound(liger_fn.rope, layout="interleaved"),
+        bound(rope_oracle, pairs=True), rope_arguments, ("q", "k", "cos", "sin"),
+        {"lead": (2,), "t": 4, "h": 3, "hk": 1, "pairs": 2, "tail": 4, "own": "own"}, TABLES),
+    Row("mrope", bound(liger_fn.mrope, sections=SECTIONS), mrope_oracle, mrope_arguments,
+        ("q", "k", "cos", "sin"), {"lead": (2,), "t": 3, "h": 2, "hk": 1},
+        {name: TABLES[name] for name in ("lead", "t", "h", "hk", "tail")}),
+    Row("softmax", liger_fn.softmax, bound(torch.softmax, dim=-1), rows, ("x",),
+        {"lead": (2, 3), "n": 7}, ROWS_OF,
+        bench=Bench(elements(2, 5), "read x, write y; backward reads y and dy, writes dx",
+                    [{"lead": (16384,), "n": 4096}], [{"lead": (1024,), "n": 1024}])),
+    Row("softmax-long", liger_fn.softmax, bound(torch.softmax, dim=-1), rows, ("x",),
+        {"lead": (3,), "n": 7}, ROWS_OF, block=4),
+    Row("sparsemax", liger_fn.sparsemax, sparsemax, rows, ("x",), {"lead": (2, 3), "n": 7}, ROWS_OF,
+        bench=Bench(elements(2, 5), "read x, write y; backward reads y and dy, writes dx",
+                    [{"lead": (16384,), "n": 4096}], [{"lead": (256,), "n": 256}])),
+    Row("sparsemax-long", liger_fn.sparsemax, sparsemax, rows, ("x",), {"lead": (3,), "n": 7},
+        ROWS_OF, block=4),
+]  # fmt: skip
