@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import measure
-from benchmarks.cases import OPS, Draw, Drawn, Op, halved, numbers
+from benchmarks.cases import OPS, Draw, Drawn, Op, halved, leading, numbers
 from benchmarks.measure import Inputs
 from benchmarks.peers import Function, Peer
 from tests.table import Sizes
@@ -105,7 +105,7 @@ class Bench:
         """Compare every peer with float64, on fewer rows where six such tensors do not fit."""
         torch.compiler.reset()
         checked = sizes
-        while op.largest(checked) * 8 * 6 > self.memory / 2 and checked["lead"][0] > 1:
+        while op.largest(checked) * 8 * 6 > self.memory / 2 and leading(halved(checked))[0]:
             checked = halved(checked)
         drawn = self.draw(op, checked)
         want = measure.oracle(op, drawn)

@@ -83,7 +83,7 @@ class Op:
         """Elements of the largest tensor that plain torch holds."""
         if self.bench.limit == "copy":
             return self.bench.work(**sizes)[0]
-        return math.prod(sizes["lead"]) * sizes["v"]
+        return math.prod(leading(sizes)) * sizes["v"]
 
     def limits(self, sizes: Sizes, itemsize: int, rates: dict[str, float]) -> list[float]:
         """Least milliseconds of forward and of forward + backward at the measured rates."""
@@ -91,8 +91,15 @@ class Op:
         return [1e3 * n * each / rates[self.bench.limit] for n in self.bench.work(**sizes)]
 
 
+def leading(sizes: Sizes) -> tuple[int, ...]:
+    """Leading axes: as they are given, or those of b pairs of t tokens."""
+    return sizes["lead"] if "lead" in sizes else (2 * sizes["b"], sizes["t"])
+
+
 def halved(sizes: Sizes) -> Sizes:
     """Half as many rows."""
+    if "lead" not in sizes:
+        return {**sizes, "b": sizes["b"] // 2}
     lead = sizes["lead"]
     return {**sizes, "lead": (lead[0] // 2, *lead[1:])}
 

@@ -205,6 +205,8 @@ def test_a_task_inherits_the_choice_it_starts_under_and_keeps_its_own_to_itself(
 
 @every_row
 def test_every_function_refuses_triton_where_it_cannot_run(row):
+    if not row.ops:
+        pytest.skip("algebra in plain torch")
     args = row.arguments("meta").values()
     message = r"triton backend cannot run on meta tensors; .*use 'reference'"
     with using("triton"), pytest.raises(NotImplementedError, match=message):

@@ -81,9 +81,10 @@ def kto_oracle(logp: Tensor, y: Tensor, desirable: Tensor, ref: Tensor) -> Tenso
 
 
 def grpo_oracle(
-    logp: Tensor, y: Tensor, a: Tensor, old: Tensor | None = None, ref: Tensor | None = None
-) -> Tensor:
-    live = y != -100
+    logp: Tensor, y: Tensor | None, a: Tensor, old: Tensor | None = None,
+    ref: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    live = torch.ones_like(logp, dtype=torch.bool) if y is None else y != -100
     ratio = torch.exp(logp - (logp.detach() if old is None else old))
     each = -torch.minimum(ratio * a[:, None], ratio.clamp(0.8, 1.2) * a[:, None])
     if ref is not None:
@@ -166,7 +167,7 @@ ROWS = [
     Row("kto_from_logp", kto(liger_fn.kto_from_logp), kto_oracle, single, ("logp",), FEW,
         SEQUENCES, ops=False),
     Row("grpo_from_logp", bound(grpo, of=liger_fn.grpo_from_logp), grpo_oracle, sampled,
-        ("logp",), FEW, SEQUENCES, ("old", "ref"), ops=False),
+        ("logp",), FEW, SEQUENCES, ("y", "old", "ref"), ops=False),
     Row("dpo_loss", dpo_loss, under_head(dpo_oracle), headed(bound(sequences, ref=True)),
         ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, flops=4 / 3,
         bench=Bench(reasoned, "one product forward, three backward: logits are formed again",

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_fn._check import check_choice, check_positive
-from liger_fn.ops._sequences import expm1_capped, preferred
+from liger_fn.ops._sequences import exp_capped, expm1_capped, preferred
 from liger_fn.ops.preference._pairs import Pairs, check_pair_options
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
@@ -100,7 +100,7 @@ def _discopop(t: Terms) -> Tensor:
     tau = 0.05 if t.o.discopop_tau is None else t.o.discopop_tau
     gate = t.delta / tau
     logistic = preferred(t.delta) * torch.sigmoid(-gate)
-    return logistic + (F.logsigmoid(gate) - t.delta).exp()
+    return logistic + exp_capped(F.logsigmoid(gate) - t.delta)
 
 
 def _ranked(x: Tensor, live: Tensor) -> Tensor:

@@ -98,12 +98,14 @@ def check_pair_options(
 
 def check_counts(
     op: str, logp: Tensor, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None,
-    has_nll: bool,
+    has_nll: bool, has_pairs: bool = True,
 ) -> None:  # fmt: skip
     check_count(op, "n_valid", n_valid, logp=logp)
     check_count(op, "nll_n_valid", nll_n_valid, logp=logp)
     if nll_n_valid is not None and not has_nll:
         raise ValueError(f"{op}: nll_n_valid is for the nll term, which has weight 0")
+    if n_valid is not None and not has_pairs:
+        raise ValueError(f"{op}: n_valid is for a mean over pairs: 'sft' alone has nll_n_valid")
 
 
 def read_pairs(

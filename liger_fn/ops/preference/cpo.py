@@ -85,7 +85,7 @@ def _loss(
     )
     terms = preferred(beta * (pairs.chosen - pairs.rejected), label_smoothing)
     loss = pair_mean(terms, pairs.live, n_valid)
-    return loss + nll_weight * pairs.nll, pairs
+    return loss + nll_weight * pairs.nll if nll_weight > 0 else loss, pairs
 
 
 def cpo_loss(
@@ -117,7 +117,8 @@ def cpo_loss(
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
 
     Returns:
-        float32 scalar (float64 for float64), with gradients for w, x and b.
+        float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
+        neither in [0, v) nor ignore_index.
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.

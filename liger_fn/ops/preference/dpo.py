@@ -125,18 +125,18 @@ def _loss(
         logp, y, ref_logp, ignore_index=ignore_index, average=o.average_logp, ld_alpha=o.ld_alpha,
         nll_n_valid=nll_n_valid,
     )  # fmt: skip
-    terms, loss = terms_of(pairs, o), o.nll_weight * pairs.nll
-    trust = None
+    terms, trust = terms_of(pairs, o), None
     if log_sum_sq is not None and y is not None:
         trust = _trust(logp, log_sum_sq, y != ignore_index)
+    parts = [o.nll_weight * pairs.nll] if o.nll_weight > 0 else []
     for name, share in zip(o.types, o.weights, strict=True):
         if name == "sft":
-            loss = loss + share * pairs.nll
+            parts.append(share * pairs.nll)
             continue
         each, live = live_terms(name, terms)
         each = each if trust is None else each * trust
-        loss = loss + share * pair_mean(each, live, n_valid)
-    return loss, pairs
+        parts.append(share * pair_mean(each, live, n_valid))
+    return sum(parts[1:], parts[0]), pairs
 
 
 def _trust(logp: Tensor, log_sum_sq: Tensor, live: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def _check(
     }
     needs_y = next((reason for reason, holds in reasons.items() if holds), None)
     check_pairs(op, logp, y, needs_y, ref_logp=ref_logp, log_sum_sq=log_sum_sq)
-    check_counts(op, logp, n_valid, nll_n_valid, o.has_nll)
+    check_counts(op, logp, n_valid, nll_n_valid, o.has_nll, o.types != ("sft",))
     check_reference_use(op, o, None if ref_logp is None else "ref_logp")
 
 
@@ -212,7 +212,8 @@ def dpo_loss(
     More of the options of pairs is with `dpo_from_logp`.
 
     Returns:
-        float32 scalar (float64 for float64), with gradients for w, x and b.
+        float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
+        neither in [0, v) nor ignore_index.
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.
@@ -279,7 +280,7 @@ def _fused(
 ) -> tuple[Tensor, Pairs]:  # fmt: skip
     check_options(op, o, wpo)
     check_pair_head(op, w, x, y, b, ref, head)
-    check_counts(op, x, n_valid, nll_n_valid, o.has_nll)
+    check_counts(op, x, n_valid, nll_n_valid, o.has_nll, o.types != ("sft",))
     check_reference_use(op, o, ref.given)
     ref_logp = reference_logp(ref, y, head) if ref.given else None
     log_sum_sq = None

@@ -123,7 +123,8 @@ def kto_loss(
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
 
     Returns:
-        float32 scalar (float64 for float64), with gradients for w, x and b.
+        float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
+        neither in [0, v) nor ignore_index.
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.

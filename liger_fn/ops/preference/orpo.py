@@ -60,8 +60,8 @@ def orpo_from_logp(
         tensor(0.5320)
 
     Notes:
-        TRL 1.16 differs: its nll is over prompt and completion (leave the prompt unignored in y for
-        that term alone), and p = 1 or an ignored sequence makes the batch NaN.
+        TRL 1.16 differs: its nll is over prompt and completion, and p = 1 or an ignored sequence
+        makes the batch NaN.
 
     References:
         Hong, Lee and Thorne, "ORPO: Monolithic Preference Optimization without Reference Model",
@@ -122,7 +122,8 @@ def orpo_loss(
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
 
     Returns:
-        float32 scalar (float64 for float64), with gradients for w, x and b.
+        float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
+        neither in [0, v) nor ignore_index.
 
     Raises:
         ValueError: shapes, devices or values of options do not fit.
