@@ -20,6 +20,8 @@ if _launch._INTERPRET:
     interpreter.round_to_nearest_even()
     interpreter.stay_patched()
 
+from tests.table import Row
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -28,6 +30,25 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on one backend, then on the other."""
     with liger_fn.using(request.param):
         yield request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run algebra in plain torch once, and leave to the slow tests what may be left to them.
+
+    That is, in the interpreter, the kernels of rows that are composed of those of others.
+    """
+    kept = []
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        row = params.get("row")
+        if isinstance(row, Row) and params.get("backend") == "triton":
+            if not row.ops:
+                continue
+            if row.composed and _launch._INTERPRET:
+                item.add_marker(pytest.mark.slow)
+        kept.append(item)
+    items[:] = kept
 
 
 @pytest.fixture

@@ -174,8 +174,8 @@ ROWS = [
         ("y", "u"), block=4, flops=20 / 13),  # both logits again; their widths are 3 and 4,
     Row("fused_linear_jsd", bound(distilled, of=liger_fn.fused_linear_jsd, beta=0.3),
         bound(distilled_oracle, rows=jsd_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
-        ("y", "u")),
+        ("y", "u"), composed=True),
     Row("fused_linear_tvd", bound(distilled, of=liger_fn.fused_linear_tvd, temperature=1.5),
         bound(distilled_oracle, rows=tvd_rows, temperature=1.5), two_heads, ("w", "x", "u"),
-        PAIR_SIZES, HEAD, ("y", "u")),
+        PAIR_SIZES, HEAD, ("y", "u"), composed=True),
 ]  # fmt: skip

@@ -222,7 +222,7 @@ ROWS = [
         {"lead": (2,), "t": 4, "h": 3, "hk": 1, "pairs": 2, "tail": 4, "own": "own"}, TABLES),
     Row("mrope", bound(liger_fn.mrope, sections=SECTIONS), mrope_oracle, mrope_arguments,
         ("q", "k", "cos", "sin"), {"lead": (2,), "t": 3, "h": 2, "hk": 1},
-        {name: TABLES[name] for name in ("lead", "t", "h", "hk", "tail")}),
+        {name: TABLES[name] for name in ("lead", "t", "h", "hk", "tail")}, composed=True),
     Row("softmax", liger_fn.softmax, bound(torch.softmax, dim=-1), rows, ("x",),
         {"lead": (2, 3), "n": 7}, ROWS_OF,
         bench=Bench(elements(2, 5), "read x, write y; backward reads y and dy, writes dx",
