@@ -11,6 +11,7 @@ from liger_fn.ops.cross_entropy import cross_entropy_with_stats as cross_entropy
 from liger_fn.ops.dyt import dyt as dyt
 from liger_fn.ops.fused_linear_ce import fused_linear_ce as fused_linear_ce
 from liger_fn.ops.fused_linear_ce import fused_linear_ce_with_stats as fused_linear_ce_with_stats
+from liger_fn.ops.fused_linear_cosine import fused_linear_cosine as fused_linear_cosine
 from liger_fn.ops.fused_linear_jsd import fused_linear_jsd as fused_linear_jsd
 from liger_fn.ops.fused_linear_kl import fused_linear_kl as fused_linear_kl
 from liger_fn.ops.fused_linear_logp import LogpStats as LogpStats
@@ -75,6 +76,7 @@ __all__ = [
     "dyt",
     "fused_linear_ce",
     "fused_linear_ce_with_stats",
+    "fused_linear_cosine",
     "fused_linear_jsd",
     "fused_linear_kl",
     "fused_linear_logp",

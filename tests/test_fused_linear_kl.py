@@ -134,6 +134,76 @@ def test_error_is_at_most_twice_that_of_plain_torch(name, backend, device, dtype
     assert_pure_and_exact(fused(name, tw, tx, chunk=48), plain, exact, w, x)
 
 
+# -- cosine, and a teacher of whom some columns are known
+
+
+def test_cosine_distance_by_hand(backend, device):
+    w = torch.eye(2, dtype=torch.float64, device=device)
+    x = torch.tensor([[3.0, 4.0], [1.0, 0.0], [2.0, 0.0], [0.0, 0.0]]).to(w)
+    t = torch.tensor([[4.0, 3.0], [-5.0, 0.0], [6.0, 0.0], [1.0, 0.0]]).to(w)
+    loss = liger_fn.fused_linear_cosine(w, x, w, t, reduction="none")
+    assert loss.tolist() == pytest.approx([1 - 24 / 25, 2.0, 0.0, 1.0])
+    assert loss[2] == 0
+    _, (dx,) = results(lambda x: liger_fn.fused_linear_cosine(w, x, w, t), (x,))
+    assert dx[2:].eq(0).all()
+
+
+def test_cosine_distance_is_that_of_torch(backend, device):
+    w, x, tw, tx = drawn(7, device)
+    want = lambda w, x: (1 - F.cosine_similarity(x @ w.T, tx @ tw.T, -1)).mean()  # noqa: E731
+    f = lambda w, x: liger_fn.fused_linear_cosine(w, x, tw, tx, chunk=3)  # noqa: E731
+    assert_pure_and_close(f, want, w, x)
+
+
+def test_all_columns_known_is_the_whole_divergence(backend, device):
+    w, x, tw, tx = drawn(5, device)
+    logp, at = (tx @ tw.T).log_softmax(-1).topk(9, -1)
+    f = lambda w, x: liger_fn.fused_linear_kl(w, x, None, None, teacher_logp_topk=(logp, at))  # noqa: E731
+    got, grads = results(f, (w, x))
+    want, exact = results(fused("fused_linear_kl", tw, tx), (w, x))
+    # what rounding leaves of the teacher's probability is a bucket of its own
+    torch.testing.assert_close((*got, *grads), (*want, *exact), rtol=1e-9, atol=1e-9)
+
+
+def test_the_columns_nobody_knows_are_one_bucket(backend, device):
+    # the student is sure of column 0 by 3/4 of 4 columns; the teacher gives it 1/2
+    w = torch.tensor([[math.log(9)], [0.0], [0.0], [0.0]], dtype=torch.float64, device=device)
+    x = torch.ones(1, 1, dtype=torch.float64, device=device)
+    known = (
+        torch.full((1, 1), math.log(0.5)).to(w),
+        torch.zeros(1, 1, dtype=torch.int64, device=device),
+    )
+    f = lambda w: liger_fn.fused_linear_kl(w, x, None, None, teacher_logp_topk=known)  # noqa: E731
+    (loss,), (dw,) = results(f, (w,), (torch.ones((), dtype=torch.float64, device=device),))
+    assert loss.item() == pytest.approx(0.5 * math.log(2 / 3) + 0.5 * math.log(2))
+    # q - p where it is known; elsewhere q times (1 - rest of p / rest of q)
+    assert dw.flatten().tolist() == pytest.approx([0.25, *[1 / 12 * (1 - 2)] * 3])
+
+
+def test_known_columns_take_the_place_of_the_teacher():
+    w, x, tw, tx = drawn(3, torch.device("cpu"))
+    logp, at = (tx @ tw.T).log_softmax(-1).topk(2, -1)
+    f = liger_fn.fused_linear_kl
+    with pytest.raises(
+        ValueError, match=r"^fused_linear_kl: teacher_w and teacher_logp_topk cannot be"
+    ):
+        f(w, x, tw, None, teacher_logp_topk=(logp, at))
+    with pytest.raises(
+        TypeError, match=r"^fused_linear_kl: teacher_logp_topk must be \(values, indices\), "
+    ):
+        f(w, x, None, None, teacher_logp_topk=logp)
+    with pytest.raises(
+        ValueError, match=r"^fused_linear_kl: axis k is 1 in indices but 2 in values"
+    ):
+        f(w, x, None, None, teacher_logp_topk=(logp, at[:, :1]))
+    with pytest.raises(TypeError, match=r"^fused_linear_kl: indices must hold integers"):
+        f(w, x, None, None, teacher_logp_topk=(logp, logp))
+    with pytest.raises(
+        ValueError, match=r"^fused_linear_kl: leading axes are \(2,\) in values but \(3,\) in x"
+    ):
+        f(w, x, None, None, teacher_logp_topk=(logp[:2], at[:2]))
+
+
 # -- rows that do not count, and what is paid for
 
 

@@ -8,7 +8,7 @@ values per row form all of it again in backward. The teacher has no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,9 @@ from liger_fn.ops._ce import (
     check_rows,
     normaliser,
     reduce_rows,
-    slope,
-    transformed,
 )
-from liger_fn.ops._chunked import check_head, chunk_size, head_loop, logits, product_dtype
+from liger_fn.ops._chunked import check_head, chunk_size, head_loop, product_dtype
+from liger_fn.ops._distill_rows import Passes, distilled_rows
 from liger_fn.ops._linear_rules import (
     formed_fake,
     head_rule,
@@ -37,60 +36,36 @@ from liger_fn.ops._linear_rules import (
 )
 from liger_fn.ops.fused_linear_ce import fused_linear_ce
 
-Passes = tuple[Callable[..., Any], Callable[..., Any]]  # forward and pullback of _divergence
-
-
-def _rows(
-    passes: Passes, teacher_w: Tensor, teacher_b: Tensor | None, student: Row, teacher: Row,
-    how: dict[str, Any], z: Tensor, y: Tensor, a: Tensor | None, teacher_x: Tensor, gradient: bool,
-) -> tuple[tuple[Tensor, ...], Tensor | None]:  # fmt: skip
-    """The row pass: logits of a chunk to values, and to the gradient where it is asked for."""
-    forward, pull = passes
-    plain = student.softcap is None and student.logit_scale == 1.0
-    zs = z if plain else transformed(z, student)
-    zt = logits(teacher_x, teacher_w, teacher_b)
-    if teacher.softcap is not None or teacher.logit_scale != 1.0:
-        zt = transformed(zt, teacher)
-    kind, reverse = how["kind"], how["kind"] == "reverse"  # KL with the roles swapped
-    how = {**how, "kind": "kl" if reverse else kind, "ignore_index": student.ignore_index}
-    pair = (zt, zs) if reverse else (zs, zt)
-    value, stats = forward(*pair, y, **how)
-    if not gradient:
-        return (value,), None
-    d = torch.ones_like(value) if a is None else a.to(value.dtype)
-    dz = pull(d, *pair, y, stats, **how, wanted=(not reverse, reverse))[reverse]
-    return (value,), dz if plain else dz * slope(z, student, y != student.ignore_index)
-
 
 def _loop(
-    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor,
-    teacher_x: Tensor, teacher_b: Tensor | None, a: Tensor | None, wanted: Sequence[bool], *,
-    kind: str, beta: float, temperature: float, ignore_index: int, logit_scale: float,
-    softcap: float | None, teacher_logit_scale: float, teacher_softcap: float | None, chunk: int,
-    compute: torch.dtype, accum_dtype: torch.dtype,
+    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor | None,
+    teacher_x: Tensor, teacher_b: Tensor | None, at: Tensor | None, a: Tensor | None,
+    wanted: Sequence[bool], *, kind: str, beta: float, temperature: float, ignore_index: int,
+    logit_scale: float, softcap: float | None, teacher_logit_scale: float,
+    teacher_softcap: float | None, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     student = Row(ignore_index, 0.0, logit_scale, softcap)
     teacher = Row(ignore_index, 0.0, teacher_logit_scale, teacher_softcap)
     how = {"kind": kind, "beta": beta, "temperature": temperature}
-    rows = partial(
-        _rows, passes, teacher_w.to(compute), None if teacher_b is None else teacher_b.to(compute),
-        student, teacher, how,
-    )  # fmt: skip
+    if teacher_w is not None:
+        teacher_w, teacher_x = teacher_w.to(compute), teacher_x.to(compute)
+        teacher_b = None if teacher_b is None else teacher_b.to(compute)
+    rows = partial(distilled_rows, passes, teacher_w, teacher_b, student, teacher, how)
     return head_loop(
-        rows, w, x, b, y, (a, teacher_x.to(compute)), ignore_index=ignore_index, chunk=chunk,
+        rows, w, x, b, y, (a, teacher_x, at), ignore_index=ignore_index, chunk=chunk,
         compute=compute, accum_dtype=accum_dtype, wanted=tuple(wanted[:3]),  # type: ignore[arg-type]  # three
     )  # fmt: skip
 
 
 def _sum_fwd(
-    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor,
-    teacher_x: Tensor, teacher_b: Tensor | None, u: Tensor | None, *,
+    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor | None,
+    teacher_x: Tensor, teacher_b: Tensor | None, at: Tensor | None, u: Tensor | None, *,
     kind: str, beta: float, temperature: float, ignore_index: int, logit_scale: float,
     softcap: float | None, teacher_logit_scale: float, teacher_softcap: float | None, chunk: int,
     compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (value,), *formed = _loop(
-        passes, w, x, b, y, teacher_w, teacher_x, teacher_b, u, wanted, kind=kind, beta=beta,
+        passes, w, x, b, y, teacher_w, teacher_x, teacher_b, at, u, wanted, kind=kind, beta=beta,
         temperature=temperature, ignore_index=ignore_index, logit_scale=logit_scale,
         softcap=softcap, teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
         chunk=chunk, compute=compute, accum_dtype=accum_dtype,
@@ -101,10 +76,11 @@ def _sum_fwd(
 
 def _sum_bwd(
     passes: Passes, d_loss: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
-    teacher_w: Tensor, teacher_x: Tensor, teacher_b: Tensor | None, u: Tensor | None, dw: Tensor,
+    teacher_w: Tensor | None, teacher_x: Tensor, teacher_b: Tensor | None, at: Tensor | None,
+    u: Tensor | None, dw: Tensor,
     dx: Tensor, db: Tensor, value: Tensor, *, wanted: tuple[bool, ...], **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    teacher = (teacher_w, teacher_x, teacher_b)
+    teacher = (teacher_w, teacher_x, teacher_b, at)
 
     def late(missing: tuple[bool, ...]) -> Sequence[Tensor | None]:
         a = weighted(u, y, 1.0, value.dtype)
@@ -115,14 +91,14 @@ def _sum_bwd(
 
 
 def _rows_fwd(
-    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor,
-    teacher_x: Tensor, teacher_b: Tensor | None, *,
+    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor | None,
+    teacher_x: Tensor, teacher_b: Tensor | None, at: Tensor | None, *,
     kind: str, beta: float, temperature: float, ignore_index: int, logit_scale: float,
     softcap: float | None, teacher_logit_scale: float, teacher_softcap: float | None, chunk: int,
     compute: torch.dtype, accum_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return _loop(
-        passes, w, x, b, y, teacher_w, teacher_x, teacher_b, None, (False,) * 3, kind=kind,
+        passes, w, x, b, y, teacher_w, teacher_x, teacher_b, at, None, (False,) * 3, kind=kind,
         beta=beta, temperature=temperature, ignore_index=ignore_index, logit_scale=logit_scale,
         softcap=softcap, teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
         chunk=chunk, compute=compute, accum_dtype=accum_dtype,
@@ -131,10 +107,11 @@ def _rows_fwd(
 
 def _rows_bwd(
     passes: Passes, d: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
-    teacher_w: Tensor, teacher_x: Tensor, teacher_b: Tensor | None, *, wanted: tuple[bool, ...],
+    teacher_w: Tensor | None, teacher_x: Tensor, teacher_b: Tensor | None, at: Tensor | None, *,
+    wanted: tuple[bool, ...],
     **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    teacher = (teacher_w, teacher_x, teacher_b)
+    teacher = (teacher_w, teacher_x, teacher_b, at)
     _, *grads = _loop(passes, w, x, b, y, *teacher, d, wanted, **options)
     return primal_dtypes(grads, w, x, b)
 
@@ -150,7 +127,8 @@ _PASSES: dict[Any, Any] = {
 def _flops(
     w: Any, x: Any, b: Any, y: Any, teacher_w: Any, *_: Any, wanted: Any = (), **__: Any
 ) -> int:
-    return 2 * x[0] * w[0] * (w[1] * (1 + sum(wanted[:2])) + teacher_w[1])
+    teacher = 0 if teacher_w is None else teacher_w[1]
+    return 2 * x[0] * w[0] * (w[1] * (1 + sum(wanted[:2])) + teacher)
 
 
 def _sum_fake(
@@ -173,14 +151,18 @@ _per_row = head_rule(
 
 
 def distill(
-    op: str, kind: str, w: Tensor, x: Tensor, teacher_w: Tensor, teacher_x: Tensor, *,
-    y: Tensor | None, b: Tensor | None, teacher_b: Tensor | None, hard_weight: float,
-    chunk: int | None, ignore_index: int, token_weight: Tensor | None, reduction: str,
-    n_valid: float | Tensor | None, accum_dtype: torch.dtype, beta: float = 0.5, **how: Any,
+    op: str, kind: str, w: Tensor, x: Tensor, teacher_w: Tensor | None, teacher_x: Tensor | None, *,
+    topk: tuple[Tensor, Tensor] | None = None, y: Tensor | None, b: Tensor | None,
+    teacher_b: Tensor | None, hard_weight: float, chunk: int | None, ignore_index: int,
+    token_weight: Tensor | None, reduction: str, n_valid: float | Tensor | None,
+    accum_dtype: torch.dtype, beta: float = 0.5, **how: Any,
 ) -> Tensor:  # fmt: skip
     """Check the arguments of a public function, run its rule and mix in the labels."""
     tensors = {"w": w, "x": x, "teacher_w": teacher_w, "teacher_x": teacher_x, "y": y, "b": b}
     tensors |= {"teacher_b": teacher_b, "token_weight": token_weight}
+    at = None
+    if topk is not None:
+        teacher_x, at = _check_topk(op, tensors, topk)
     _check(op, tensors, hard_weight, {**how, "beta": beta})
     check_reduction(op, w.shape[0], reduction, n_valid, x=x)
     if accum_dtype not in (torch.float32, torch.bfloat16):
@@ -191,8 +173,9 @@ def distill(
         kind = "reverse" if beta else "kl"
     compute = product_dtype(w, x, b)
     flat = (w, x.flatten(0, -2) if x.dim() > 1 else x[None], b, live.reshape(-1))
-    teacher = [None if t is None else t.detach() for t in (teacher_w, teacher_x, teacher_b)]
-    teacher[1] = teacher[1].reshape(-1, teacher_x.shape[-1])  # type: ignore[union-attr]  # not None
+    teacher = [None if t is None else t.detach() for t in (teacher_w, teacher_x, teacher_b, at)]
+    for i in (1, 3):
+        teacher[i] = None if (t := teacher[i]) is None else t.reshape(-1, t.shape[-1])
     options: dict[str, Any] = {**how, "kind": kind, "beta": beta, "ignore_index": ignore_index}
     options |= {"compute": compute, "accum_dtype": accum_dtype}
     options["chunk"] = chunk or chunk_size(3 * w.shape[0], compute, x.device)  # z, teacher's, dz
@@ -218,18 +201,38 @@ def distill(
 
 _SPECS = {
     "w": "v d", "x": "... d", "teacher_w": "v e", "teacher_x": "... e", "y": "? int ...",
-    "b": "? v", "teacher_b": "? v", "token_weight": "? ...",
+    "b": "? v", "teacher_b": "? v", "token_weight": "? ...", "values": "... k",
+    "indices": "int ... k",
 }  # fmt: skip
+
+
+def _check_topk(
+    op: str, tensors: dict[str, Any], topk: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Take the place of the teacher's tensors: log-probabilities (..., k) and their columns."""
+    for name in ("teacher_w", "teacher_x", "teacher_b"):
+        if tensors[name] is not None:
+            raise ValueError(f"{op}: {name} and teacher_logp_topk cannot be given together")
+    if not isinstance(topk, tuple) or len(topk) != 2:
+        raise TypeError(
+            f"{op}: teacher_logp_topk must be (values, indices), got {type(topk).__name__}"
+        )
+    values, at = topk
+    del tensors["teacher_w"], tensors["teacher_x"]
+    tensors |= {"values": values, "indices": at}
+    return values, at.long() if isinstance(at, Tensor) else at
 
 
 def _check(op: str, tensors: dict[str, Any], hard_weight: float, how: dict[str, Any]) -> None:
     check_tensors(op, **{name: (t, _SPECS[name]) for name, t in tensors.items()})
-    x, teacher_x, y = (tensors[name] for name in ("x", "teacher_x", "y"))
-    if teacher_x.shape[:-1] != x.shape[:-1]:
-        raise ValueError(
-            f"{op}: leading axes are {tuple(teacher_x.shape[:-1])} in teacher_x but "
-            f"{tuple(x.shape[:-1])} in x"
-        )
+    x, y = tensors["x"], tensors["y"]
+    for name in ("teacher_x", "values", "indices"):
+        t = tensors.get(name, x)
+        if t.shape[:-1] != x.shape[:-1]:
+            raise ValueError(
+                f"{op}: leading axes are {tuple(t.shape[:-1])} in {name} but "
+                f"{tuple(x.shape[:-1])} in x"
+            )
     check_rows(op, y, x=x)
     check_rows(op, tensors["token_weight"], "token_weight", "weight", x=x)
     for name in ("temperature", "softcap", "teacher_softcap"):

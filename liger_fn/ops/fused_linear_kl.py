@@ -16,11 +16,12 @@ from liger_fn.ops._distill import distill
 
 
 def fused_linear_kl(
-    w: Tensor, x: Tensor, teacher_w: Tensor, teacher_x: Tensor, *,
-    y: Tensor | None = None, b: Tensor | None = None, teacher_b: Tensor | None = None,
-    temperature: float = 1.0, hard_weight: float = 0.0, softcap: float | None = None,
-    logit_scale: float = 1.0, teacher_softcap: float | None = None,
-    teacher_logit_scale: float = 1.0, ignore_index: int = -100,
+    w: Tensor, x: Tensor, teacher_w: Tensor | None, teacher_x: Tensor | None, *,
+    teacher_logp_topk: tuple[Tensor, Tensor] | None = None, y: Tensor | None = None,
+    b: Tensor | None = None, teacher_b: Tensor | None = None, temperature: float = 1.0,
+    hard_weight: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0,
+    ignore_index: int = -100,
     token_weight: Tensor | None = None, reduction: str = "mean",
     n_valid: float | Tensor | None = None, chunk: int | None = None,
     accum_dtype: torch.dtype = torch.float32,
@@ -33,6 +34,9 @@ def fused_linear_kl(
         x: the student's activations (..., d). Frozen: no product for it.
         teacher_w: the teacher's projection (v, e); never differentiated, nor are its other tensors.
         teacher_x: the teacher's activations (..., e).
+        teacher_logp_topk: in place of both, which are None then: the teacher's log-probabilities of
+            k columns of each row (..., k), and which columns (..., k), all different. What they
+            leave of its probability is one bucket, held against the same bucket of the student.
         y: integers (...): rows that hold ignore_index do not count; with hard_weight also targets.
         b: the student's bias (v,).
         teacher_b: the teacher's bias (v,).
@@ -68,8 +72,9 @@ def fused_linear_kl(
         arXiv:1503.02531. Chunked head: Hsu et al., "Liger Kernel", 2024, arXiv:2410.10989.
     """
     return distill(
-        "fused_linear_kl", "kl", w, x, teacher_w, teacher_x, y=y, b=b, teacher_b=teacher_b,
-        temperature=temperature, hard_weight=hard_weight, softcap=softcap, logit_scale=logit_scale,
+        "fused_linear_kl", "kl", w, x, teacher_w, teacher_x, topk=teacher_logp_topk, y=y,
+        b=b, teacher_b=teacher_b, temperature=temperature, hard_weight=hard_weight,
+        softcap=softcap, logit_scale=logit_scale,
         teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale,
         ignore_index=ignore_index, token_weight=token_weight, reduction=reduction, n_valid=n_valid,
         chunk=chunk, accum_dtype=accum_dtype,

@@ -115,6 +115,35 @@ def distilled_oracle(
     return divergence_oracle(z, teacher_x @ teacher_w.mT, y, u, **options)
 
 
+def cosine_rows(q: Tensor, p: Tensor) -> Tensor:
+    """1 with gradient 0 where a vector is 0: it has no direction."""
+    none = (q == 0).all(-1) | (p == 0).all(-1)
+    q, p = (torch.where(none[..., None], 1.0, t) for t in (q, p))
+    return torch.where(none, 1.0, 1 - F.cosine_similarity(q, p, -1, 0.0))
+
+
+def head_and_columns(
+    draw: Draw, lead: tuple[int, ...], d: int, v: int, k: int
+) -> dict[str, Tensor]:
+    """A student, and k of the columns of its teacher."""
+    made = two_heads(draw, lead, d, v, full=False)
+    known = (made["teacher_x"] @ made["teacher_w"].mT).log_softmax(-1).topk(k, -1)
+    return {"w": made["w"], "x": made["x"], "logp": known.values, "at": known.indices}
+
+
+def known_columns(w: Tensor, x: Tensor, logp: Tensor, at: Tensor) -> Tensor:
+    known = (logp, at)
+    return liger_fn.fused_linear_kl(w, x, None, None, teacher_logp_topk=known, chunk=2)
+
+
+def known_columns_oracle(w: Tensor, x: Tensor, logp: Tensor, at: Tensor) -> Tensor:
+    p, logq = logp.exp(), (x @ w.mT).log_softmax(-1)
+    known = torch.zeros_like(logq, dtype=torch.bool).scatter(-1, at, True)
+    rest, q_rest = (1 - p.sum(-1)).clamp(min=0), torch.where(known, -math.inf, logq).logsumexp(-1)
+    tail = torch.where(rest > 0, rest * (torch.where(rest > 0, rest, 1.0).log() - q_rest), 0.0)
+    return ((p * (logp - logq.gather(-1, at))).sum(-1) + tail).mean()
+
+
 HEAD = {**LOGITS, "d": range(1, 7)}
 HEAD_SIZES = {"lead": (2, 3), "d": 4, "v": 7}
 DIFF_HEAD = ("w", "x", "b", "u")
@@ -172,6 +201,11 @@ ROWS = [
     Row("fused_linear_kl-none", bound(distilled, of=liger_fn.fused_linear_kl, **EACH),
         bound(distilled_oracle, rows=kl_rows, **EACH), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
         ("y", "u"), block=4, flops=20 / 13),  # both logits again; their widths are 3 and 4,
+    Row("fused_linear_kl-topk", known_columns, known_columns_oracle, head_and_columns, ("w", "x"),
+        {**PAIR_SIZES, "k": 2}, {**HEAD, "k": [1], "v": range(4, 9)}, composed=True),
+    Row("fused_linear_cosine", bound(distilled, of=liger_fn.fused_linear_cosine),
+        bound(distilled_oracle, rows=cosine_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
+        ("y", "u"), composed=True),
     Row("fused_linear_jsd", bound(distilled, of=liger_fn.fused_linear_jsd, beta=0.3),
         bound(distilled_oracle, rows=jsd_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
         ("y", "u"), composed=True),
