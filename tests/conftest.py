@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -33,6 +34,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def device() -> torch.device:
     return DEVICE
+
+
+@pytest.fixture
+def plain(device: torch.device) -> Iterator[None]:
+    """Run whole models on a CPU without the interpreter."""
+    with liger_fn.using("reference") if device.type == "cpu" else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)
