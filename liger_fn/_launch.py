@@ -68,8 +68,6 @@ def using(backend: Backend) -> Iterator[None]:
         _asked.reset(token)
 
 
-# Dynamo cannot trace a ContextVar: the answer is a constant of the compiled graph.
-@torch.compiler.assume_constant_result
 def backend_for(device_type: str) -> Backend:
     """Name the backend that serves tensors of a device type; raise if the asked-for one cannot."""
     asked = _asked.get()
@@ -80,6 +78,11 @@ def backend_for(device_type: str) -> Backend:
             f"the triton backend cannot run on {device_type} tensors; {cure}, or use 'reference'"
         )
     return asked or ("triton" if can else "reference")
+
+
+# Dynamo cannot trace a ContextVar: the answer is a constant of the compiled graph. The mark of
+# torch.compiler.assume_constant_result, which would import Dynamo here, for seconds.
+backend_for._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, **meta: object) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def device() -> torch.device:
     return DEVICE
+
+
+@pytest.fixture
+def plain(device: torch.device) -> Iterator[None]:
+    """Run whole models on a CPU without the interpreter."""
+    with liger_fn.using("reference") if device.type == "cpu" else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

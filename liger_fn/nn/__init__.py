@@ -1,0 +1,29 @@
+"""Modules: each holds parameters and calls one function of `liger_fn`.
+
+Constructors, attributes and state dicts are those of the torch or Hugging Face module that each
+stands for, so that checkpoints load either way. Import it by name: `import liger_fn.nn`.
+"""
+
+from liger_fn.nn.gates import GEGLUMLP as GEGLUMLP
+from liger_fn.nn.gates import SwiGLUMLP as SwiGLUMLP
+from liger_fn.nn.losses import CrossEntropyLoss as CrossEntropyLoss
+from liger_fn.nn.losses import FusedLinearCrossEntropyLoss as FusedLinearCrossEntropyLoss
+from liger_fn.nn.losses import LMHead as LMHead
+from liger_fn.nn.norms import DyT as DyT
+from liger_fn.nn.norms import GroupNorm as GroupNorm
+from liger_fn.nn.norms import LayerNorm as LayerNorm
+from liger_fn.nn.norms import RMSNorm as RMSNorm
+from liger_fn.nn.rotary import RotaryEmbedding as RotaryEmbedding
+
+__all__ = [
+    "GEGLUMLP",
+    "CrossEntropyLoss",
+    "DyT",
+    "FusedLinearCrossEntropyLoss",
+    "GroupNorm",
+    "LMHead",
+    "LayerNorm",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SwiGLUMLP",
+]

@@ -1,0 +1,133 @@
+"""adapt, restore, adapted: let one model compute with liger_fn, and let it go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import nn
+
+from liger_fn.nn.adapters.binding import bind, slot_of, unbind
+from liger_fn.nn.adapters.forwards import bind_spec
+from liger_fn.nn.adapters.head import PLAN, Plan, head_forward, model_forward
+from liger_fn.nn.adapters.survey import SWITCHES, Found, survey
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class AdapterError(ValueError):
+    """What was asked for does not fit the model; the message says why."""
+
+
+def adapt(
+    model: M, *, rms_norm: bool | None = None, layer_norm: bool | None = None,
+    rope: bool | None = None, glu: bool | None = None, cross_entropy: bool | None = None,
+    fused_linear_ce: bool | None = None,
+) -> M:  # fmt: skip
+    """Let this one model compute with the functions of liger_fn, wherever that means the same.
+
+    Parameters, state dict, classes and signature stay; so does every other model. In training with
+    labels the logits are not computed, unless somebody reads `outputs.logits`.
+
+    Args:
+        model: a Hugging Face model, bare or in PEFT, or any module. Adapted before: starts anew.
+        rms_norm: None replaces every RMS norm that is recognised, True raises where there is none,
+            False leaves all as they are; so do the other switches.
+        layer_norm: `torch.nn.LayerNorm` likewise.
+        rope: rotations of queries and keys likewise.
+        glu: gated feed-forward layers and gates of packed experts likewise.
+        cross_entropy: losses on logits that exist likewise.
+        fused_linear_ce: in training, losses without logits likewise.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        AdapterError: a switch is True and nothing matches it, or the model runs kernels from the
+            hub (`use_kernels`). The model is as it was.
+
+    Example:
+        >>> model = adapt(torch.nn.Sequential(torch.nn.LayerNorm(8)), layer_norm=True)
+    """
+    asked = dict(
+        zip(
+            SWITCHES,
+            (rms_norm, layer_norm, rope, glu, cross_entropy, fused_linear_ce),
+            strict=True,
+        )
+    )
+    if getattr(model, "use_kernels", False):
+        raise AdapterError(
+            "adapt: the model runs kernels from the hub: load it without use_kernels"
+        )
+    found = survey(model)
+    for switch, value in asked.items():
+        if value and not any(f.switch == switch and f.spec is not None for f in found):
+            raise AdapterError(_nothing(switch, model, found))
+    restore(model)
+    wanted = [f for f in found if f.spec is not None and asked[f.switch] is not False]
+    _bind_head([f for f in wanted if isinstance(f.spec, str)])
+    for f in wanted:
+        if f.spec is not None and not isinstance(f.spec, str):
+            bind_spec(f.module, f.spec)
+    return model
+
+
+def _bind_head(wanted: list[Found]) -> None:
+    """Both losses belong to one model and one head."""
+    if not wanted:
+        return
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    owner, name = wanted[0].module, str(wanted[0].spec)
+    switches = {f.switch for f in wanted}
+    fused = "fused_linear_ce" in switches
+    if fused:
+        bind(owner._modules[name], head_forward)  # type: ignore[arg-type]  # the survey saw it
+    inner = owner.__dict__.get(slot_of(owner))
+    bind(owner, model_forward(getattr(inner, "__func__", type(owner).forward)))
+    owner.__dict__[PLAN] = Plan(name, fused, "cross_entropy" in switches, ForCausalLMLoss)
+
+
+def _nothing(switch: str, model: nn.Module, found: list[Found]) -> str:
+    near = {f"{type(f.module).__name__}: {f.reason}" for f in found if f.switch == switch}
+    why = f" ({'; '.join(sorted(near))})" if near else ""
+    return f"adapt: {switch}=True, but nothing in {type(model).__name__} matches{why}"
+
+
+def restore(model: M) -> M:
+    """Undo `adapt`: every module of the model runs its own forward again.
+
+    Args:
+        model: adapted or not.
+
+    Returns:
+        The model itself.
+
+    Example:
+        >>> model = restore(adapt(torch.nn.Sequential(torch.nn.LayerNorm(8))))
+    """
+    for m in model.modules():
+        unbind(m)
+        m.__dict__.pop(PLAN, None)
+    return model
+
+
+@contextmanager
+def adapted(model: M, **switches: bool | None) -> Iterator[M]:
+    """Adapt a model inside a `with` block, and restore it at the end.
+
+    Args:
+        model: as in `adapt`.
+        switches: as in `adapt`.
+
+    Example:
+        >>> with adapted(torch.nn.Sequential(torch.nn.LayerNorm(8))) as model:
+        ...     y = model(torch.ones(8))
+    """
+    adapt(model, **switches)
+    try:
+        yield model
+    finally:
+        restore(model)

@@ -1,0 +1,85 @@
+"""The forward of each spec: one function per spec, shared by all modules that have it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+import liger_fn
+from liger_fn.nn.adapters.binding import bind, with_globals
+from liger_fn.nn.adapters.fingerprint import (
+    ACTS,
+    ROPE_NAME,
+    Affine,
+    Gate,
+    Glu,
+    Norm,
+    Rope,
+    Spec,
+)
+
+
+def bind_spec(m: nn.Module, spec: Spec) -> None:
+    """Let a module compute its spec with the function of liger_fn."""
+    match spec:
+        case Norm():
+            bind(m, _norm(spec))
+        case Affine():
+            bind(m, _affine)
+        case Glu():
+            bind(m, _glu(spec))
+        case Gate():
+            bind(m, _gate(spec), "_apply_gate")
+        case Rope():
+            bind(m, _attention(type(m).forward, spec.layout))
+
+
+@functools.cache
+def _norm(spec: Norm) -> Callable[..., Tensor]:
+    eps, offset, casting = spec.eps, spec.offset, spec.casting
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return liger_fn.rms_norm(x, self.weight, getattr(self, eps), offset=offset, casting=casting)
+
+    return forward
+
+
+def _affine(self: Any, x: Tensor) -> Tensor:
+    return liger_fn.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+@functools.cache
+def _glu(spec: Glu) -> Callable[..., Tensor]:
+    *inward, down = spec.parts
+    act = ACTS[spec.act][len(inward) == 1]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return getattr(self, down)(act(*[getattr(self, name)(x) for name in inward]))
+
+    return forward
+
+
+@functools.cache
+def _gate(spec: Gate) -> Callable[..., Tensor]:
+    act = ACTS[spec.act][True]
+
+    def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
+        return act(gate_up)
+
+    return _apply_gate
+
+
+@functools.cache
+def _attention(theirs: Callable[..., Any], layout: str) -> Callable[..., Any]:
+    original = inspect.unwrap(theirs).__globals__[ROPE_NAME]
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kw: Any) -> Any:
+        if args or kw:  # another axis for the heads, or what the fingerprint has not seen
+            return original(q, k, cos, sin, *args, **kw)
+        return liger_fn.rope(q, k, cos, sin, layout=layout)
+
+    return with_globals(theirs, **{ROPE_NAME: rotate})

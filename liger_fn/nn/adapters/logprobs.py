@@ -1,0 +1,58 @@
+"""token_logprobs: what post-training needs from any adapted causal language model."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+import liger_fn
+from liger_fn.nn.adapters.adapt import AdapterError
+from liger_fn.nn.adapters.binding import is_bound, slot_of
+from liger_fn.nn.adapters.head import PLAN, DeferredLogits, shifted
+
+
+def token_logprobs(
+    model: nn.Module, *, labels: Tensor, temperature: float = 1.0, ignore_index: int = -100,
+    **inputs: Any,
+) -> Tensor:  # fmt: skip
+    """Log-probability of each label under an adapted model, without the logits in memory.
+
+    The model is called as a whole, so that hooks around it (FSDP, DDP, ZeRO) run; its own scale and
+    soft cap of logits hold.
+
+    Args:
+        model: adapted with `fused_linear_ce`, bare or wrapped.
+        labels: tokens (b, t), as the model takes them: not shifted.
+        temperature: divides the logits.
+        ignore_index: labels that do not count: log-probability and gradient 0.
+        inputs: what else the model takes: input_ids, attention_mask, pixel_values, ...
+
+    Returns:
+        float32 (b, t - 1): entry i is log p(labels[:, i + 1]). Differentiable.
+
+    Raises:
+        AdapterError: the model is not adapted.
+    """
+    if not any(PLAN in m.__dict__ and is_bound(m, slot_of(m)) for m in model.modules()):
+        raise AdapterError("token_logprobs: the model is not adapted: call adapt(model) first")
+    y = shifted(labels, ignore_index)
+    form = functools.partial(_logp, y=y, temperature=temperature, ignore_index=ignore_index)
+    logp: Tensor = model(**inputs, through_head=form)
+    return logp[..., :-1]
+
+
+def _logp(logits: Any, *, y: Tensor, temperature: float, ignore_index: int) -> Tensor:
+    y = y.to(logits.device)
+    if not isinstance(logits, DeferredLogits) or logits.form() is None:  # LoRA on the head, say
+        z = logits.value() if isinstance(logits, DeferredLogits) else logits
+        return -liger_fn.cross_entropy(
+            z, y, logit_scale=1.0 / temperature, ignore_index=ignore_index, reduction="none"
+        )
+
+    def formed(x: Tensor, w: Tensor, b: Tensor | None, **form: Any) -> Tensor:
+        options = {**form, "temperature": temperature, "ignore_index": ignore_index}
+        return liger_fn.fused_linear_logp(w, x, y, b=b, **options)
+
+    return logits.through(formed)
