@@ -149,7 +149,7 @@ ROWS = [
         LOGITS, ("c", "u"), block=4),
     Row("cross_entropy-none", bound(ce, **ALL, reduction="none"),
         first(bound(ce_oracle, **ALL, reduction="none")), logits_and_targets, DIFF_LOGITS,
-        CE_SIZES, LOGITS, ("c", "u")),
+        CE_SIZES, LOGITS, ("c", "u"), composed=True),
     Row("cross_entropy_with_stats", bound(ce_stats, **ALL), bound(ce_oracle, **ALL),
-        logits_and_targets, DIFF_LOGITS, CE_SIZES, LOGITS, ("c", "u")),
+        logits_and_targets, DIFF_LOGITS, CE_SIZES, LOGITS, ("c", "u"), composed=True),
 ]  # fmt: skip

@@ -66,7 +66,7 @@ class Row:
     plain: Function | None = None  # plain torch as users write it, where the oracle is not that
     flops: float = 1.0  # of plain torch's: more where logits are formed again
     ops: bool = True  # whether kernels run, as registered ops; else it is algebra in plain torch
-    composed: bool = False  # algebra on what another row covers: its kernels are of that row
+    composed: bool = False  # every kernel it launches is launched by another row too
     block: int | None = None  # longest block of a kernel, to make short rows long ones
     bench: Bench | None = None
 
