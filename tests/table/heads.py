@@ -181,7 +181,8 @@ ROWS = [
         first(bound(linear_oracle, **ALL, reduction="none")), head, DIFF_HEAD, HEAD_SIZES, HEAD,
         ("b", "c", "u"), flops=4 / 3, composed=True),
     Row("fused_linear_ce_with_stats", bound(linear_stats, **ALL), bound(linear_oracle, **ALL), head,
-        DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u"), flops=2.0, composed=True),  # late gradients of its terms
+        DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u"), composed=True,
+        flops=2.0),  # gradients of its terms are late
     Row("fused_linear_logp", bound(logp, temperature=0.7),
         first(bound(logp_oracle, temperature=0.7)), biased_head, ("w", "x", "b"), HEAD_SIZES,
         HEAD, ("b",), flops=4 / 3,
