@@ -9,7 +9,7 @@ import transformers
 from liger_fn.nn.adapters.adapt import adapt
 
 
-class AdaptCallback(transformers.TrainerCallback):  # type: ignore[misc]  # Any where it is absent
+class AdaptCallback(transformers.TrainerCallback):
     """Adapt the model of a Trainer once it has one: for trainers that load it from a name.
 
     Args:
