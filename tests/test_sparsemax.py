@@ -22,7 +22,7 @@ def exact(x: Tensor) -> Tensor:
     k = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=x.dtype)
     size = (1 + k * z > z.cumsum(-1)).sum(-1, keepdim=True)
     tau = (z.cumsum(-1).gather(-1, size - 1) - 1) / size
-    return (x - tau).clamp(min=0)
+    return torch.relu(x - tau)
 
 
 def hold(x: Tensor, kept: int = KEPT) -> None:

@@ -15,11 +15,11 @@ pullbacks:
     jsd   f = beta p log(p / m) + (1 - beta) q log(q / m)         m = beta p + (1 - beta) q
                                        a = beta p log(p / m)      b = (1 - beta) q log(q / m)
 
-(q - p sums to 0. With it, and near p = q as p * expm1(-r), the terms of KL add up to p times a
-square: its rounding is one of its own size, not of the size of p.) Where p = q every term is
-exactly 0. All is float32 (float64 where a tensor is), and from differences to the
-maximum of a row, which keep their digits under a large common offset. A row whose y is ignore_index
-is neither read nor does it count: value and gradients are 0.
+q - p sums to 0; with it, and near p = q as p * expm1(-r), the terms of KL add up to p times about
+r**2 / 2, so that rounding is of the size of KL and not of p. Where p = q every term is exactly 0.
+All is float32 (float64 where a tensor is), and from differences to the maximum of a row, which keep
+their digits under a large common offset. A row whose y is ignore_index is not read and does not
+count: value and gradients are 0.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def terms(
     student: Tensor, teacher: Tensor, valid: Tensor | None, top_q: Tensor, sum_q: Tensor,
     top_p: Tensor, sum_p: Tensor, kind: str, beta: float, temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Plain torch, to third order: q, p, b, a."""
+    """Plain torch: q, p, b, a."""
     zq, zp = _masked(student, teacher, valid)
     zq, zp = (zq - top_q) * (1 / temperature), (zp - top_p) * (1 / temperature)
     q, p = zq.exp() / sum_q, zp.exp() / sum_p
@@ -95,12 +95,14 @@ def terms(
         half = 0.5 * torch.sign(p - q)
         return q, p, -half * q, half * p
     near = r.abs() < 0.5
-    close, far = torch.where(near, r, 0.0), torch.where(near, 1.0, r)
+    close = torch.where(near, r, 0.0)
     if kind == "kl":
         b = torch.where(near, p * torch.expm1(-close), q - p)
         return q, p, b, p * torch.where(no_p, 0.0, r)
     # log(m / q) and log(m / p): near p = q from the first form, exactly 0 there, and smooth; away
-    # from it from the second, which overflows nowhere
+    # from it from the second, which overflows nowhere. Beyond e**1000 a probability is 0; infinity
+    # would be NaN in forward mode
+    far = torch.where(near, 1.0, r.clamp(-1e3, 1e3))
     log_p, log_q = (r.new_full((), math.log(w)) for w in (beta, 1 - beta))
     m = torch.log1p(beta * torch.expm1(close))
     m_q = torch.where(near, m, torch.logaddexp(far + log_p, log_q))
