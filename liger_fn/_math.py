@@ -106,6 +106,18 @@ def capped(z, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 
 @triton.jit
+def capped_slope(z, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """What `capped` gives, and its derivative but for the factor SCALE."""
+    z = up(z) * SCALE
+    slope = tl.full((), 1.0, z.dtype)
+    if CAP != 0.0:  # from tanh itself: z / CAP would round it twice more, and 1 - t * t cancels
+        t = tanh(z / CAP)
+        z = CAP * t
+        slope = 1.0 - t * t
+    return z, slope
+
+
+@triton.jit
 def online(top, total, z, SCALE: tl.constexpr):
     """Take a block into a running maximum (a scalar) and sums of exp(SCALE * (z - top)) (a block).
 
@@ -140,9 +152,7 @@ def ce_row(
         mask = k + col < v
         z = capped(tl.load(z_ptr + k + col, mask, other=0.0), SCALE, CAP)
         z = tl.where(mask, z, -float("inf"))  # after the cap: tanh(-inf) is -1
-        new = tl.maximum(top, tl.max(z))
-        shift = tl.where(new == -float("inf"), 0.0, new)
-        total = total * tl.exp(top - shift) + tl.exp(z - shift)
+        top, total = online(top, total, z, 1.0)
         ahead += ((z > zy) | ((z == zy) & (k + col < at))).to(tl.int32)
         if (
             SMOOTHING != 0.0
@@ -151,7 +161,6 @@ def ce_row(
             if weight_ptr is not None:
                 gap *= tl.load(weight_ptr + k + col, mask, other=0.0).to(zy.dtype)
             spread += gap
-        top = new
     logsum = tl.log(tl.sum(total))
     own = tl.full((), 1.0, zy.dtype)
     weights = own * v
@@ -207,12 +216,7 @@ def ce_store_gradient(
 ):  # fmt: skip
     """Write pull * p - spread * weight - target at y, back through cap and scale, at `col`."""
     mask = col < v
-    z = up(tl.load(z_ptr + col, mask, other=0.0)) * SCALE
-    slope = 1.0
-    if CAP != 0.0:  # from tanh itself: z / CAP would round it twice more, and 1 - t * t cancels
-        t = tanh(z / CAP)
-        z = CAP * t
-        slope = 1.0 - t * t
+    z, slope = capped_slope(tl.load(z_ptr + col, mask, other=0.0), SCALE, CAP)
     weight = 1.0
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + col, mask, other=0.0).to(z.dtype)

@@ -25,7 +25,7 @@ from liger_fn.ops._ce import (
     normaliser,
     reduce_rows,
 )
-from liger_fn.ops._chunked import check_head, chunk_size, head_loop, product_dtype
+from liger_fn.ops._chunked import check_chunk, chunk_size, head_loop, product_dtype
 from liger_fn.ops._distill_rows import Passes, distilled_rows
 from liger_fn.ops._linear_rules import (
     formed_fake,
@@ -165,10 +165,8 @@ def distill(
         teacher_x, at = _check_topk(op, tensors, topk)
     _check(op, tensors, hard_weight, {**how, "beta": beta})
     check_reduction(op, w.shape[0], reduction, n_valid, x=x)
-    if accum_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{op}: accum_dtype must be float32 or bfloat16, got {accum_dtype}")
+    check_chunk(op, chunk, accum_dtype)
     live = torch.full(x.shape[:-1], ignore_index + 1, device=x.device) if y is None else y.long()
-    check_head(op, w, x, live, b, chunk)
     if kind == "jsd" and beta in (0, 1):
         kind = "reverse" if beta else "kl"
     compute = product_dtype(w, x, b)

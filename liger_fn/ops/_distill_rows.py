@@ -32,10 +32,10 @@ def distilled_rows(
     plain = student.softcap is None and student.logit_scale == 1.0
     zs = z if plain else transformed(z, student)
     valid = y != student.ignore_index
-    if teacher_w is None:
+    if at is not None:
         value, pull = _topk(zs, valid, teacher_x, at, how["temperature"])
     else:
-        zt = logits(teacher_x, teacher_w, teacher_b)
+        zt = logits(teacher_x, teacher_w, teacher_b)  # type: ignore[arg-type]  # without at it is there
         if teacher.softcap is not None or teacher.logit_scale != 1.0:
             zt = transformed(zt, teacher)
         if how["kind"] == "cosine":
@@ -75,8 +75,7 @@ def _cosine(z: Tensor, valid: Tensor, zt: Tensor) -> Found:
     return torch.where(valid, value, 0.0), pull
 
 
-def _topk(z: Tensor, valid: Tensor, logp: Tensor, at: Tensor | None, temperature: float) -> Found:
-    assert at is not None  # checked
+def _topk(z: Tensor, valid: Tensor, logp: Tensor, at: Tensor, temperature: float) -> Found:
     at = torch.where(valid[:, None], at, 0)
     z = torch.where(valid[:, None], wide(z) / temperature, 0.0)
     logp = torch.where(valid[:, None], logp.to(z.dtype), -math.inf)

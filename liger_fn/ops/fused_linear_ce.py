@@ -34,7 +34,7 @@ from liger_fn.ops._ce import (
     row_losses,
     row_pullback,
 )
-from liger_fn.ops._chunked import check_head, chunk_size, product_dtype
+from liger_fn.ops._chunked import check_chunk, check_head, chunk_size, product_dtype
 from liger_fn.ops._linear_rules import ce_rows_rule, stats_rule, sum_rule
 
 # -- reference: the row pass in plain torch; the rest is the loop of _chunked ----------------------
@@ -209,8 +209,7 @@ def _call(
     check_head(op, w, x, y, b, chunk)
     check_tensors(op, w=(w, "v d"), class_weight=(class_weight, "? v"))
     check_options(op, y, w.shape[0], row, reduction, z_loss, u, n_valid)
-    if accum_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{op}: accum_dtype must be float32 or bfloat16, got {accum_dtype}")
+    check_chunk(op, chunk, accum_dtype)
     y, compute = y.long(), product_dtype(w, x, b)
     options: dict[str, Any] = {**row._asdict(), "compute": compute, "accum_dtype": accum_dtype}
     options["chunk"] = chunk or chunk_size(w.shape[0], compute, x.device)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from liger_fn._check import check_positive
 from liger_fn._launch import launch, row_tile, tl, triton
-from liger_fn._math import capped, tanh, up, wide
+from liger_fn._math import capped, capped_slope, wide
 from liger_fn.ops._ce import Row, out_of_range, slope, transformed
 from liger_fn.ops._chunked import Rows, check_head, chunk_size, head_loop, product_dtype
 from liger_fn.ops._linear_rules import primal_dtypes, rows_rule
@@ -164,13 +164,7 @@ def _rows_kernel(
         dz_ptr += row * v
         for k in range(0, v, BLOCK):
             mask = k + col < v
-            raw = up(tl.load(z_ptr + k + col, mask, other=0.0)) * SCALE
-            slope = 1.0
-            z = raw
-            if CAP != 0.0:
-                t = tanh(raw / CAP)
-                z = CAP * t
-                slope = 1.0 - t * t
+            z, slope = capped_slope(tl.load(z_ptr + k + col, mask, other=0.0), SCALE, CAP)
             g = _gradient(
                 z * COLD,
                 d_ptr + row * COLUMNS,
