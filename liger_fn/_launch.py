@@ -86,10 +86,14 @@ backend_for._dynamo_marked_constant = True  # type: ignore[attr-defined]  # func
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, **meta: object) -> None:
-    """Launch a kernel on the device of its first argument; an empty grid launches nothing."""
+    """Launch a kernel on the device of its first argument; an empty grid launches nothing.
+
+    Every operation of a kernel rounds by itself, as in plain torch and in the interpreter. A fused
+    a * b + c would not: a b - c, with c that product rounded, must be 0.
+    """
     if 0 in grid:
         return
-    first = args[0]
+    first, meta["enable_fp_fusion"] = args[0], False
     if isinstance(first, Tensor) and first.device.type == "cuda":
         with torch.cuda.device(first.device):
             kernel[grid](*args, **meta)

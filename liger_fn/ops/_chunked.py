@@ -101,6 +101,7 @@ def head_loop(
     )  # no rounding that x does not ask for
     # values round to `compute` first, also where the products run wider
     w, x = w.to(compute).to(operand), x.to(compute).to(operand)
+    b = None if b is None else b.to(compute)
     own = not tracked()  # nobody differentiates this loop: it may reuse its own buffers
     step = -(-m // max(1, -(-m // chunk)))
     size = min(chunk, -(-step // 16) * 16)
@@ -113,9 +114,7 @@ def head_loop(
         for i in range(0, max(m, 1), max(size, 1)):
             at = slice(i, i + size)
             xc = torch.where((y[at] != ignore_index)[:, None], x[at], 0.0)
-            z = _mm(xc, w.t(), zdtype, None if buffer is None else buffer[: xc.shape[0]])
-            if b is not None:
-                z = z.add_(b.to(compute)) if own else z + b.to(compute)
+            z = _mm(xc, w.t(), zdtype, None if buffer is None else buffer[: xc.shape[0]], b)
             part, dz = rows(z, y[at], *(a if a is None else a[at] for a in row_args), any(wanted))
             parts.append(part)
             if dz is None:
@@ -138,20 +137,20 @@ def logits(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     zdtype = logits_dtype(x.dtype, x.device)
     if x.device.type == "cpu":
         x, w = x.to(zdtype), w.to(zdtype)
-    z = _mm(x, w.t(), zdtype, None)
-    return z if b is None else z + b
+    return _mm(x, w.t(), zdtype, None, b)
 
 
 def _autocast_off(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if kind in _AUTOCAST else nullcontext()
 
 
-def _mm(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    if a.dtype == dtype:
-        return a @ b if out is None else torch.mm(a, b, out=out)
-    if out is None:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b, out_dtype=dtype, out=out)
+def _mm(
+    a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None, plus: Tensor | None = None
+) -> Tensor:
+    """a @ b + plus, rounded to `dtype` once."""
+    more: dict[str, Any] = {} if a.dtype == dtype else {"out_dtype": dtype}
+    more |= {} if out is None else {"out": out}
+    return torch.mm(a, b, **more) if plus is None else torch.addmm(plus.to(dtype), a, b, **more)
 
 
 def _accumulate(sums: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, own: bool) -> Tensor:

@@ -144,5 +144,10 @@ def expm1_capped(x: Tensor) -> Tensor:
 def preferred(x: Tensor, smoothing: float = 0.0) -> Tensor:
     """-log of the probability sigmoid(x) that a label is right; smoothed: it may be wrong."""
     if smoothing == 0.0:
-        return -F.logsigmoid(x)
-    return -(1 - smoothing) * F.logsigmoid(x) - smoothing * F.logsigmoid(-x)
+        return -log_sigmoid(x)
+    return -(1 - smoothing) * log_sigmoid(x) - smoothing * log_sigmoid(-x)
+
+
+def log_sigmoid(x: Tensor) -> Tensor:
+    """log(sigmoid(x)); F.logsigmoid itself fails under a nested vmap on CUDA (torch 2.11)."""
+    return -F.softplus(-x, threshold=40)  # beyond it log(1 + exp(x)) is x, in float64 too

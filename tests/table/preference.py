@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import liger_fn
@@ -35,9 +34,13 @@ def over_pairs(each: Tensor, y: Tensor) -> Tensor:
     return torch.where(counted(y), each, 0.0).sum() / each.numel()
 
 
+def log_sigmoid(x: Tensor) -> Tensor:
+    return torch.log(torch.sigmoid(x))
+
+
 def dpo_oracle(logp: Tensor, y: Tensor, ref: Tensor) -> Tensor:
     chosen, rejected = (whole(logp, y) - whole(ref, y)).chunk(2)
-    return over_pairs(-F.logsigmoid(0.1 * (chosen - rejected)), y)
+    return over_pairs(-log_sigmoid(0.1 * (chosen - rejected)), y)
 
 
 DPO_MORE: dict[str, Any] = {
@@ -48,10 +51,10 @@ DPO_MORE: dict[str, Any] = {
 
 def dpo_more_oracle(logp: Tensor, y: Tensor, ref: Tensor) -> Tensor:
     n = (y != -100).sum(-1).clamp(min=1)
-    score = math.log(2) + F.logsigmoid(whole(logp, y) - whole(ref, y))
+    score = math.log(2) + log_sigmoid(whole(logp, y) - whole(ref, y))
     d, by_length = (0.8 * (t.chunk(2)[0] - t.chunk(2)[1]) for t in (score, score / n))
-    robust = (-0.8 * F.logsigmoid(d) + 0.2 * F.logsigmoid(-d)) / 0.6
-    norm = -0.8 * F.logsigmoid(by_length) - 0.2 * F.logsigmoid(-by_length)
+    robust = (-0.8 * log_sigmoid(d) + 0.2 * log_sigmoid(-d)) / 0.6
+    norm = -0.8 * log_sigmoid(by_length) - 0.2 * log_sigmoid(-by_length)
     return over_pairs(0.7 * robust + 0.5 * norm, y) + 0.3 * chosen_nll(logp, y)
 
 
@@ -59,19 +62,19 @@ def orpo_oracle(logp: Tensor, y: Tensor) -> Tensor:
     n = (y != -100).sum(-1)
     p = torch.where(n > 0, whole(logp, y) / n.clamp(min=1), -1.0)
     chosen, rejected = (p - torch.log(-torch.expm1(p))).chunk(2)
-    return chosen_nll(logp, y) + over_pairs(-0.1 * F.logsigmoid(chosen - rejected), y)
+    return chosen_nll(logp, y) + over_pairs(-0.1 * log_sigmoid(chosen - rejected), y)
 
 
 def cpo_oracle(logp: Tensor, y: Tensor) -> Tensor:
     chosen, rejected = whole(logp, y).chunk(2)
-    each = -F.logsigmoid(0.1 * (chosen - rejected))
+    each = -log_sigmoid(0.1 * (chosen - rejected))
     return chosen_nll(logp, y) + over_pairs(each, y)
 
 
 def simpo_oracle(logp: Tensor, y: Tensor) -> Tensor:
     n = (y != -100).sum(-1).clamp(min=1)
     chosen, rejected = (whole(logp, y) / n).chunk(2)
-    return over_pairs(-F.logsigmoid(2.0 * (chosen - rejected) - 1.0), y)
+    return over_pairs(-log_sigmoid(2.0 * (chosen - rejected) - 1.0), y)
 
 
 def kto_oracle(logp: Tensor, y: Tensor, desirable: Tensor, ref: Tensor) -> Tensor:

@@ -71,7 +71,8 @@ class View:
     """A model as its own forward sees it, but for a head that defers and a loss that knows it."""
 
     def __init__(self, model: Any, plan: Plan, defer: bool) -> None:
-        self.__dict__.update(_model=model, _plan=plan, _defer=defer)
+        for name, value in (("_model", model), ("_plan", plan), ("_defer", defer)):
+            object.__setattr__(self, name, value)  # the model's attributes are set by plain names
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)
