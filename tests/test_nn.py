@@ -170,7 +170,9 @@ def test_frequencies_stay_float32_and_out_of_the_state_dict(device):
     model = torch.nn.Sequential(rotary).to(torch.bfloat16)
     assert same_bits(model[0].inv_freq, want)
     assert not model.state_dict()
-    cos, _ = rotary(torch.ones(1, dtype=torch.bfloat16, device=device), torch.arange(3, device=device)[None])
+    cos, _ = rotary(
+        torch.ones(1, dtype=torch.bfloat16, device=device), torch.arange(3, device=device)[None]
+    )
     assert cos.dtype == torch.bfloat16
 
 

@@ -9,7 +9,7 @@ Sums over tokens are kept in `accum_dtype`; half precision products accumulate i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,18 +28,20 @@ _BUDGET_GPU = 1 << 30
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps")  # a meta tensor has none
 
 Rows = Callable[..., tuple[tuple[Tensor, ...], Tensor | None]]
+Chunk = tuple[slice, ...]  # rows of x that go through the loop together
 
 
 def check_head(
-    op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, chunk: int | None
-) -> None:
+    op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, chunk: int | None,
+    accum_dtype: torch.dtype,
+) -> None:  # fmt: skip
     """Hold the tensors of a head together."""
     check_tensors(op, w=(w, "v d"), x=(x, "... d"), y=(y, "int ..."), b=(b, "? v"))
     check_rows(op, y, x=x)
-    check_chunk(op, chunk)
+    check_chunk(op, chunk, accum_dtype)
 
 
-def check_chunk(op: str, chunk: int | None, accum_dtype: torch.dtype = torch.float32) -> None:
+def check_chunk(op: str, chunk: int | None, accum_dtype: torch.dtype) -> None:
     """Hold how the loop goes to its meaning."""
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"{op}: chunk must be an integer above 0, got {chunk!r}")
@@ -73,7 +75,7 @@ def head_loop(
     rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
     row_args: tuple[Tensor | None, ...], *,
     ignore_index: int, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool],
+    wanted: tuple[bool, bool, bool], chunks: Sequence[Chunk] | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Run `rows` on the logits of each chunk of x (m, d).
 
@@ -90,6 +92,7 @@ def head_loop(
         compute: dtype of the operands of the products.
         accum_dtype: dtype of the sums dw.
         wanted: whether dw, dx and db are to be formed.
+        chunks: the rows of each step, all rows once; default: `chunk` at a time.
 
     Returns:
         Results per row, each (m,), then dw (v, d), dx (m, d) and db (v,), or None where not wanted.
@@ -103,19 +106,20 @@ def head_loop(
     w, x = w.to(compute).to(operand), x.to(compute).to(operand)
     b = None if b is None else b.to(compute)
     own = not tracked()  # nobody differentiates this loop: it may reuse its own buffers
-    step = -(-m // max(1, -(-m // chunk)))
-    size = min(chunk, -(-step // 16) * 16)
+    chunks = chunks or _even(m, chunk)
+    most = max(sum(s.stop - s.start for s in at) for at in chunks)
     accum = accum_dtype if compute != torch.float64 else compute
-    buffer = x.new_empty(min(size, m), w.shape[0], dtype=zdtype) if own else None
+    buffer = x.new_empty(most, w.shape[0], dtype=zdtype) if own else None
     dx = x.new_empty(x.shape, dtype=dx_dtype) if own and wanted[1] else None
     dw = db = None
     parts, dxs = [], []
     with _autocast_off(x.device.type):
-        for i in range(0, max(m, 1), max(size, 1)):
-            at = slice(i, i + size)
-            xc = torch.where((y[at] != ignore_index)[:, None], x[at], 0.0)
+        for at in chunks:
+            yc = _take(y, at)
+            xc = torch.where((yc != ignore_index)[:, None], _take(x, at), 0.0)
             z = _mm(xc, w.t(), zdtype, None if buffer is None else buffer[: xc.shape[0]], b)
-            part, dz = rows(z, y[at], *(a if a is None else a[at] for a in row_args), any(wanted))
+            args = (a if a is None else _take(a, at) for a in row_args)
+            part, dz = rows(z, yc, *args, any(wanted))
             parts.append(part)
             if dz is None:
                 continue
@@ -124,12 +128,42 @@ def head_loop(
                 db = d if db is None else db + d
             dz = dz.to(operand)
             if wanted[1]:
-                dxs.append(_mm(dz, w, dx_dtype, None if dx is None else dx[at]))
+                dxc = _mm(dz, w, dx_dtype, dx[at[0]] if dx is not None and len(at) == 1 else None)
+                if dx is None:
+                    dxs.append(dxc)
+                elif len(at) > 1:
+                    for s, g in zip(at, _apart(dxc, at), strict=True):
+                        dx[s] = g
             if wanted[0]:
                 dw = _accumulate(dw, dz.t(), xc, accum, own)
     if wanted[1] and dx is None:
-        dx = torch.cat(dxs)
-    return tuple(map(torch.cat, zip(*parts, strict=True))), dw, dx, db
+        dx = _join(chunks, dxs)
+    return tuple(_join(chunks, part) for part in zip(*parts, strict=True)), dw, dx, db
+
+
+def _even(m: int, chunk: int) -> list[Chunk]:
+    """Chunks of about as many rows each."""
+    step = -(-m // max(1, -(-m // chunk)))
+    size = max(1, min(chunk, -(-step // 16) * 16))
+    return [(slice(i, min(i + size, m)),) for i in range(0, max(m, 1), size)]
+
+
+def _take(t: Tensor, at: Chunk) -> Tensor:
+    return t[at[0]] if len(at) == 1 else torch.cat([t[s] for s in at])
+
+
+def _apart(t: Tensor, at: Chunk) -> Sequence[Tensor]:
+    return t.split([s.stop - s.start for s in at])
+
+
+def _join(chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> Tensor:
+    """All rows in their order, from the chunks in theirs."""
+    pieces = [
+        (s.start, piece)
+        for at, part in zip(chunks, parts, strict=True)
+        for s, piece in zip(at, _apart(part, at), strict=True)
+    ]
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda p: p[0])])
 
 
 def logits(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:

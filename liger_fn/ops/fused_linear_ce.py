@@ -34,7 +34,7 @@ from liger_fn.ops._ce import (
     row_losses,
     row_pullback,
 )
-from liger_fn.ops._chunked import check_chunk, check_head, chunk_size, product_dtype
+from liger_fn.ops._chunked import check_head, chunk_size, product_dtype
 from liger_fn.ops._linear_rules import ce_rows_rule, stats_rule, sum_rule
 
 # -- reference: the row pass in plain torch; the rest is the loop of _chunked ----------------------
@@ -206,10 +206,9 @@ def _call(
     accum_dtype: torch.dtype, z_loss: float, class_weight: Tensor | None, u: Tensor | None,
     reduction: str, n_valid: float | Tensor | None, row: Row,
 ) -> CEStats:  # fmt: skip
-    check_head(op, w, x, y, b, chunk)
+    check_head(op, w, x, y, b, chunk, accum_dtype)
     check_tensors(op, w=(w, "v d"), class_weight=(class_weight, "? v"))
     check_options(op, y, w.shape[0], row, reduction, z_loss, u, n_valid)
-    check_chunk(op, chunk, accum_dtype)
     y, compute = y.long(), product_dtype(w, x, b)
     options: dict[str, Any] = {**row._asdict(), "compute": compute, "accum_dtype": accum_dtype}
     options["chunk"] = chunk or chunk_size(w.shape[0], compute, x.device)
