@@ -1,0 +1,91 @@
+"""Two pictures of the results of a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+from benchmarks.cases import Op
+from benchmarks.report import best, share
+
+Rows = list[tuple[Op, list[dict[str, Any]]]]
+# by the name of the peer: the same everywhere
+COLORS = {"liger_fn": "#c0392b", "torch": "#7f8c8d", "torch.compile": "#34495e",
+          "Liger-Kernel": "#2980b9", "QuACK": "#e67e22", "TRL": "#8e44ad", "CCE": "#16a085"}  # fmt: skip
+MARKS = {"torch": "o", "torch.compile": "s", "Liger-Kernel": "^", "QuACK": "D", "TRL": "v",
+         "CCE": "P"}  # fmt: skip
+
+
+def limits(rows: Rows, file: Path) -> None:
+    """Share of the limit of forward + backward at the first shape: our bar, marks of others."""
+    first = [(op.name, [r for r in of if r["shape"] == of[0]["shape"]]) for op, of in rows]
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.28 * len(first)), layout="constrained")
+    for at, (_, of) in enumerate(first):
+        for row in of:
+            percent, peer = share(row), row["peer"]
+            if percent is None:
+                continue
+            if peer == "liger_fn":
+                axes.barh(at, percent, color=COLORS[peer], alpha=0.55, height=0.6)
+            elif peer in MARKS:
+                axes.plot(percent, at, MARKS[peer], color=COLORS[peer], markersize=5)
+    axes.barh(0, 0, color=COLORS["liger_fn"], alpha=0.55, label="liger_fn")
+    shown = {row["peer"] for _, of in first for row in of if share(row) is not None}
+    for peer in (peer for peer in MARKS if peer in shown):
+        axes.plot([], [], MARKS[peer], color=COLORS[peer], label=peer)
+    axes.axvline(100, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(first)), [name for name, _ in first])
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("% of what copy or matrix product of the same run allow, forward + backward")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, 1.0 + 1.0 / (len(first) + 1)), ncols=4)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def heads(rows: list[dict[str, Any]], file: Path) -> None:
+    """Time and memory of a head of Llama 3 8B against its tokens."""
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    of_llama = [
+        row for row in rows if row["shape"].startswith("llama-3-8b") and best(row, "fwd+bwd")[0]
+    ]
+    for peer in dict.fromkeys(row["peer"] for row in of_llama):
+        mine = [row for row in of_llama if row["peer"] == peer]
+        mine.sort(key=lambda row: int(row["sizes"].split("x")[0]))
+        tokens = [int(row["sizes"].split("x")[0]) for row in mine]
+        base = peer.split(",")[0]
+        style = {"color": COLORS.get(base), "linestyle": "--" if base != peer else "-"}
+        style |= {"linewidth": 2.5 if base == "liger_fn" else 1.2, "marker": "o", "markersize": 4}
+        panels[0].plot(tokens, [best(row, "fwd+bwd")[0] for row in mine], label=peer, **style)
+        memory = [row.get("peak_mib", {}).get("fwd+bwd") for row in mine]
+        if None not in memory:
+            panels[1].plot(tokens, [m / 1024 for m in memory], label=peer, **style)
+    for axes, name in zip(
+        panels, ("ms, forward + backward", "peak GiB beyond inputs"), strict=True
+    ):
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=name)
+        axes.set_xticks([2048, 8192, 32768], ["2k", "8k", "32k"])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
+    figure.suptitle("fused_linear_ce, d 4096, v 128256")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def draw(rows: Rows, file: Path) -> list[Path]:
+    """Draw beside the file of the results, and return what was drawn."""
+    if not rows:
+        return []
+    drawn = [file.with_name(f"{file.stem}-limits.png")]
+    limits(rows, drawn[0])
+    for op, of in rows:
+        if op.name == "fused_linear_ce":
+            drawn.append(file.with_name(f"{file.stem}-fused_linear_ce.png"))
+            heads(of, drawn[-1])
+    return drawn
