@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,16 @@ from benchmarks.report import best, share
 
 Rows = list[tuple[Op, list[dict[str, Any]]]]
 # by the name of the peer: the same everywhere
-COLORS = {"liger_fn": "#c0392b", "torch": "#7f8c8d", "torch.compile": "#34495e",
-          "Liger-Kernel": "#2980b9", "QuACK": "#e67e22", "TRL": "#8e44ad", "CCE": "#16a085"}  # fmt: skip
-MARKS = {"torch": "o", "torch.compile": "s", "Liger-Kernel": "^", "QuACK": "D", "TRL": "v",
-         "CCE": "P"}  # fmt: skip
+COLORS = {
+    "liger_fn": "#c0392b",
+    "torch": "#7f8c8d",
+    "torch.compile": "#34495e",
+    "Liger-Kernel": "#2980b9",
+    "QuACK": "#e67e22",
+    "TRL": "#8e44ad",
+    "CCE": "#16a085",
+}
+MARKS = dict(zip(list(COLORS)[1:], "os^DvP", strict=True))
 
 
 def limits(rows: Rows, file: Path) -> None:
@@ -49,31 +56,32 @@ def limits(rows: Rows, file: Path) -> None:
 
 
 def heads(rows: list[dict[str, Any]], file: Path) -> None:
-    """Time and memory of a head of Llama 3 8B against its tokens."""
+    """Time of each token and memory of a head of Llama 3 8B against its tokens."""
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
-    of_llama = [
-        row for row in rows if row["shape"].startswith("llama-3-8b") and best(row, "fwd+bwd")[0]
-    ]
-    for peer in dict.fromkeys(row["peer"] for row in of_llama):
-        mine = [row for row in of_llama if row["peer"] == peer]
-        mine.sort(key=lambda row: int(row["sizes"].split("x")[0]))
-        tokens = [int(row["sizes"].split("x")[0]) for row in mine]
-        base = peer.split(",")[0]
-        style = {"color": COLORS.get(base), "linestyle": "--" if base != peer else "-"}
-        style |= {"linewidth": 2.5 if base == "liger_fn" else 1.2, "marker": "o", "markersize": 4}
-        panels[0].plot(tokens, [best(row, "fwd+bwd")[0] for row in mine], label=peer, **style)
-        memory = [row.get("peak_mib", {}).get("fwd+bwd") for row in mine]
-        if None not in memory:
-            panels[1].plot(tokens, [m / 1024 for m in memory], label=peer, **style)
-    for axes, name in zip(
-        panels, ("ms, forward + backward", "peak GiB beyond inputs"), strict=True
-    ):
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=name)
+    points: dict[str, list[tuple[int, float, float]]] = {}
+    for row in rows:
+        ms, _ = best(row, "fwd+bwd")
+        if row["shape"].startswith("llama-3-8b") and ms is not None:
+            tokens = int(row["sizes"].split("x")[0])
+            memory = row["peak_mib"].get("fwd+bwd", math.nan) / 1024
+            points.setdefault(row["peer"], []).append((tokens, 1e3 * ms / tokens, memory))
+    for peer, found in points.items():
+        of, *variant = peer.split(",")
+        tokens, *each = zip(*sorted(found), strict=True)
+        for axes, values in zip(panels, each, strict=True):
+            axes.plot(tokens, values, "o--" if variant else "o-", color=COLORS.get(of, "#d4ac0d"),
+                      linewidth=2.5 if of == "liger_fn" else 1.2, markersize=4,
+                      fillstyle="none" if variant else "full", label=peer)  # fmt: skip
+    panels[0].set(ylabel="µs for each token, forward + backward", ylim=(0, None))
+    panels[1].set(ylabel="peak GiB beyond the inputs", yscale="log")
+    panels[1].set_yticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+    for axes in panels:
+        axes.set(xscale="log", xlabel="tokens")
         axes.set_xticks([2048, 8192, 32768], ["2k", "8k", "32k"])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
-    figure.suptitle("fused_linear_ce, d 4096, v 128256")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.suptitle("fused_linear_ce, d 4096, v 128256, bfloat16")
     figure.savefig(file, dpi=110)
     plt.close(figure)
 

@@ -165,8 +165,7 @@ def report(arguments: Sequence[str]) -> list[Path]:
         page.write_text(markdown(results, file.stem))
         written += [page, *plots.draw(ordered(results), file)]
         if given.out == store.HERE:
-            text = re.sub(r"(?s)(<!-- floors -->\n).*(\n<!-- end -->)",
-                          lambda found: found[1] + floors(results) + found[2], DOC.read_text())  # fmt: skip
-            DOC.write_text(text)
+            table = f"<!-- floors -->\n{floors(results)}\n<!-- end -->"
+            DOC.write_text(re.sub(r"(?s)<!-- floors -->.*<!-- end -->", table, DOC.read_text()))
     print(*written, sep="\n")
     return written

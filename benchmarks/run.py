@@ -90,7 +90,8 @@ class Runner:
         self, op: Op, shape: str, sizes: Sizes, drawn: Drawn, peers: list[Peer]
     ) -> list[tuple[Row, Function]]:
         """Compare peers with one float64 oracle: rows, each with its function."""
-        torch.compiler.reset()
+        if any(peer.compiles for peer in peers):
+            torch.compiler.reset()
         want = measure.oracle(op, drawn)
         plain, written = measure.errors(op.plain, op, drawn, want)
         bound = {k: 2 * e + LEEWAY[self.dtype] for k, e in plain.items()}
@@ -130,7 +131,7 @@ class Runner:
             drawn = op.draw(Draw(self.device, self.dtype), sizes)
         size = sum(t.nbytes for t in (*drawn[0].values(), *drawn[1]))
         # enough to leave the caches, and four to keep the queue of a GPU filled
-        n = min(max(4, 2**28 // size), 16, int(self.memory / 16) // size) if self.gpu else 2
+        n = min(max(4, 2**28 // size), 16, int(self.memory / 16) // size) if self.gpu else 1
         sets = [Inputs(op, drawn) for _ in range(max(1, n))]
         least = dict(zip(PASSES, op.least_ms(sizes, self.dtype.itemsize, self.rates), strict=True))
         for row, function in done:
