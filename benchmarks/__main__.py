@@ -38,7 +38,7 @@ def options() -> argparse.ArgumentParser:
     add("--peers", nargs="+", choices=peers, default=peers, metavar="PEER", help=", ".join(peers))
     add("--quick", action="store_true", help="one shape each, torch.compile left out")
     add("--missing", action="store_true", help="only what the results of this machine lack")
-    add("--seconds", type=float, default=0.1, help="for each number, at least (default 0.1)")
+    add("--seconds", type=float, default=0.05, help="for each number, at least (default 0.05)")
     add("--budget", type=float, default=360.0, help="start no case after so long (default 360)")
     add("--compile-budget", type=float, default=90.0, help="for torch.compile (default 90)")
     add("--out", type=Path, default=store.HERE, help="folder of the results, which are added to")
@@ -79,7 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             rows = [{"op": op.name, "shape": shape, "sizes": label(sizes), "peer": wanted[0].name,
                      **failed(error)}]  # fmt: skip
             say("  ", rows[0]["note"])
-        runner.free()
         # after each, so that a run that is cut short leaves what it has
         run = facts | {"absent": runner.absent}
         new = {"machine": results["machine"], "runs": {name: run},

@@ -56,9 +56,9 @@ def chunked(source: str, call: Function) -> Peer:
                 call, compiles=True)  # fmt: skip
 
 
-def quack(source: str, call: Function | None = None) -> Peer:
+def quack(source: str, call: Function | None = None, **more: bool) -> Peer:
     """Take a function of QuACK."""
-    return peer("QuACK", f"quack.{source}", call)
+    return peer("QuACK", f"quack.{source}", call, **more)
 
 
 def cce(filter_eps: str | None, name: str) -> Peer:
@@ -168,7 +168,7 @@ PEERS: dict[str, list[Peer]] = {
         liger("FusedLinearCrossEntropy", partial(liger_head, None, 0.0)),
         liger("FusedLinearCrossEntropy", partial(liger_head, torch.float32, 0.0), FP32),
         quack("linear_cross_entropy:chunked_linear_cross_entropy",
-              lambda f, w, x, y: f(x, w, y)),
+              lambda f, w, x, y: f(x, w, y), compiles=True),  # and tries tiles
         cce("high", "CCE"),
         cce(None, "CCE, exact"),
     ],

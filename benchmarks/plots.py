@@ -47,10 +47,10 @@ def limits(rows: Rows, file: Path) -> None:
         axes.plot([], [], MARKS[peer], color=COLORS[peer], label=peer)
     axes.axvline(100, color="black", linewidth=0.8)
     axes.set_yticks(range(len(first)), [name for name, _ in first])
-    axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("% of what copy or matrix product of the same run allow, forward + backward")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, 1.0 + 1.0 / (len(first) + 1)), ncols=4)
+    axes.set_ylim(len(first) - 0.4, -0.6)
+    figure.legend(loc="outside upper center", ncols=4)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 

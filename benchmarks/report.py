@@ -24,28 +24,33 @@ Written by `python -m benchmarks report` from [{json}]({json}), which `python -m
 - In one process and on the same inputs: ours, plain torch (the function that the row of
   [tests/table](../../tests/table) names), torch.compile of it, and other libraries. A run
   measures the rates of a copy (read + written) and of products itself, before all else.
+- a / b: a without gradients, b forward and backward together. A backward alone is not measured;
+  it takes about the difference.
 - ms: median of CUDA graph replays, the time of the GPU alone; with ~ of calls one after the other,
-  where there is no graph or a call takes 20 ms and more. fwd is without gradients; fwd+bwd is
-  measured as a whole: what a backward alone takes is not measured, their difference is near it.
-- limit: least time at the rates of the run, over the measured one. Above 100 % where another
-  mix of reads and writes is faster than a copy.
+  where there is no graph or a call takes 20 ms and more.
+- of limit: the least time at the rates of the run, over the measured one. Above 100 % where
+  another mix of reads and writes is faster than a copy.
 - eager: median call, enqueued without waiting: the longer of host and GPU time. host: until such
-  a call returns, in microseconds.
+  a call returns.
 - Each call of a round has its own inputs and upstream gradients, restored between rounds outside
   the timed part: what a peer overwrites costs it nothing here, and is named.
-- MiB: the most that fwd+bwd holds beyond the inputs, results included.
-- error: norm of the difference to float64 over its norm, the largest of outputs; then of gradients.
+- MiB: the most that forward and backward hold beyond the inputs, results included.
+- error: norm of the difference to float64 over its norm, the largest of outputs / of gradients.
   Above 2 x plain torch's + the leeway of the run a peer is "wrong", and not timed. On fewer rows
   where float64 does not fit.
 """
-COLUMNS = ["shape", "peer", "fwd ms", "fwd+bwd", "limit fwd", "fwd+bwd", "eager fwd ms", "fwd+bwd",
-           "host fwd µs", "fwd+bwd", "MiB", "error", "of gradients", "remarks", "run"]  # fmt: skip
+COLUMNS = ("shape", "peer", "ms", "of limit", "eager ms", "host µs", "MiB", "error", "remarks")
 
 
 def number(value: float | None, before: str = "", digits: int = 3) -> str:
     if value is None:
-        return ""
+        return "-"
     return before + (f"{value:.0f}" if value >= 10**digits else f"{value:.{digits}g}")
+
+
+def pair(cells: Sequence[str]) -> str:
+    """What holds for fwd and for fwd+bwd, or nothing."""
+    return "" if set(cells) == {"-"} else " / ".join(cells)
 
 
 def best(row: Row, name: str) -> tuple[float | None, str]:
@@ -67,26 +72,40 @@ def line(cells: Sequence[str]) -> str:
 
 
 def table_row(op: Op, row: Row, runs: list[str]) -> str:
+    """Write one line of the table of an op, but for the shape."""
     error, gradients = row.get("error", {}), {f"d{name}" for name in op.wanted}
     worst = [
         max((e for k, e in error.items() if (k in gradients) is which), default=None)
         for which in (False, True)
     ]
-    timed = {kind: [row.get(kind, {}).get(p, {}).get("ms") for p in PASSES]
-             for kind in ("eager", "host")}  # fmt: skip
+    eager, host = (
+        [row.get(kind, {}).get(name, {}).get("ms") for name in PASSES] for kind in ("eager", "host")
+    )
+    shares, peak = [share(row, name) for name in PASSES], row.get("peak_mib", {}).get("fwd+bwd")
     overwrites = ", ".join(row.get("overwrites", ()))
     remarks = ["" if row["status"] == "ok" else row["status"], row.get("note", "")]
     remarks += ["overwrites " + overwrites if overwrites else ""]
+    remarks += [f"run {1 + runs.index(row['run'])}" if len(runs) > 1 else ""]
     return line([
-        f"{row['shape']}, {row['sizes']}", row["peer"],
-        *(number(*best(row, name)) for name in PASSES),
-        *("" if share(row, p) is None else f"{share(row, p):.0f} %" for p in PASSES),
-        *(number(ms) for ms in timed["eager"]),
-        *("" if ms is None else f"{1e3 * ms:.0f}" for ms in timed["host"]),
-        "" if "fwd+bwd" not in row.get("peak_mib", {}) else f"{row['peak_mib']['fwd+bwd']:.0f}",
-        *("" if e is None else f"{e:.1e}" for e in worst),
-        "; ".join(filter(None, remarks)), str(runs.index(row["run"]) + 1),
+        row["peer"],
+        pair([number(*best(row, name)) for name in PASSES]),
+        pair([number(s if s is None else round(s)) + " %" * (s is not None) for s in shares]),
+        pair([number(ms) for ms in eager]),
+        pair([number(ms if ms is None else round(1e3 * ms), digits=4) for ms in host]),
+        "" if peak is None else f"{peak:.0f}",
+        pair(["-" if e is None else f"{e:.1e}" for e in worst]),
+        "; ".join(filter(None, remarks)),
     ])  # fmt: skip
+
+
+def table(op: Op, rows: list[Row], runs: list[str]) -> str:
+    """Write the table of an op; a shape stands where it begins."""
+    lines, last = [line(COLUMNS), "|---" * len(COLUMNS) + "|"], ""
+    for row in rows:
+        shape = f"{row['shape']}, {row['sizes']}"
+        lines.append(f"| {shape if shape != last else ''} {table_row(op, row, runs)}")
+        last = shape
+    return "\n".join(lines) + "\n"
 
 
 def ordered(results: Results) -> list[tuple[Op, list[Row]]]:
@@ -126,8 +145,7 @@ def markdown(results: Results, name: str) -> str:
         text += f"\n## {op.name}\n\nLeast work: {op.bench.counted}.\n\n"
         if op.name == "fused_linear_ce":
             text += f"![time and memory against tokens]({name}-fused_linear_ce.png)\n\n"
-        lines = [line(COLUMNS), "|---" * len(COLUMNS) + "|"]
-        text += "\n".join([*lines, *(table_row(op, row, runs) for row in rows)]) + "\n"
+        text += table(op, rows, runs)
     return text
 
 
@@ -157,9 +175,9 @@ def report(arguments: Sequence[str]) -> list[Path]:
         file = store.path(given.out, more["machine"])
         store.save(store.merge(*([store.load(file)] if file.exists() else []), more), file)
     written = []
-    for file in sorted(given.out.glob("*.json")):
-        from benchmarks import plots  # which need matplotlib
+    from benchmarks import plots  # which need matplotlib
 
+    for file in sorted(given.out.glob("*.json")):
         results = store.load(file)
         page = file.with_suffix(".md")
         page.write_text(markdown(results, file.stem))

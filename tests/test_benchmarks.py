@@ -171,10 +171,11 @@ def test_the_first_shape_of_each_op_comes_first() -> None:
     assert len(found) == sum(len(op.bench.gpu) for op in OPS)
 
 
-@pytest.mark.parametrize("file", sorted(store.HERE.glob("*.json")), ids=lambda file: file.stem)
-def test_the_committed_page_is_that_of_the_committed_results(file: Path) -> None:
-    assert file.with_suffix(".md").read_text() == markdown(store.load(file), file.stem)
-    assert f"<!-- floors -->\n{floors(store.load(file))}\n<!-- end -->" in DOC.read_text()
+def test_committed_pages_are_those_of_the_committed_results() -> None:
+    files = sorted(store.HERE.glob("*.json"))
+    for file in files:
+        assert file.with_suffix(".md").read_text() == markdown(store.load(file), file.stem)
+    assert f"<!-- floors -->\n{floors(store.load(files[-1]))}\n<!-- end -->" in DOC.read_text()
 
 
 def test_report_merges_and_draws(tmp_path: Path) -> None:
