@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import store
-from benchmarks.cases import OPS, cases, label
+from benchmarks.cases import OPS, Case, cases, label
+from benchmarks.peers import Peer
 from benchmarks.report import report
-from benchmarks.run import LEEWAY, Budget, Runner, failed, machine, say, versions
+from benchmarks.run import LEEWAY, Budget, Row, Runner, failed, machine, say, versions
 
 
 def commit() -> str:
@@ -47,44 +48,45 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
+def attempt(runner: Runner, case: Case, peers: list[Peer]) -> list[Row]:
+    """Measure one case; what stops all of its peers becomes a row of the first."""
+    op, shape, sizes = case
+    try:
+        return runner.case(op, shape, sizes, peers)
+    except Exception as error:
+        row = {"op": op.name, "shape": shape, "sizes": label(sizes), "peer": peers[0].name}
+        say("  ", failed(error)["note"])
+        return [row | failed(error)]
+
+
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Measure, add to `<machine>.json` after each case, and return its path."""
     arguments = sys.argv[1:] if arguments is None else arguments
     given = options().parse_args(arguments)
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    compiling = 0.0 if given.quick else given.compile_budget
-    budget = Budget(min(given.seconds, 0.02) if given.quick else given.seconds, given.budget,
-                    compiling)  # fmt: skip
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    budget = Budget(given.seconds, given.budget, 0.0 if given.quick else given.compile_budget)
     runner = Runner(device, budget)
-    name = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    command = " ".join(["python -m benchmarks", *arguments])
-    facts = {"command": command, "commit": given.commit, "dtype": str(runner.dtype)}
-    facts |= {"leeway": LEEWAY[runner.dtype], "versions": versions(), "rates": runner.rates}
-    results = {"machine": machine(device), "runs": {}, "rows": []}
-    file = store.path(given.out, results["machine"])
-    if file.exists():
-        results = store.load(file)
+    began = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    run = {"command": " ".join(["python -m benchmarks", *arguments]), "commit": given.commit,
+           "dtype": str(runner.dtype), "leeway": LEEWAY[runner.dtype], "versions": versions(),
+           "rates": runner.rates, "absent": runner.absent}  # fmt: skip
+    file = store.path(given.out, machine(device))
+    empty = {"machine": machine(device), "runs": {}, "rows": []}
+    results = store.load(file) if file.exists() else empty
     known = {store.key(row) for row in results["rows"]} if given.missing else set()
-    for op, shape, sizes in cases([op for op in OPS if op.name in given.op], given.quick,
-                                  runner.gpu):  # fmt: skip
-        wanted = [peer for peer in op.peers() if peer.name in given.peers]
-        wanted = [peer for peer in wanted if (op.name, shape, peer.name) not in known]
-        if budget.spent():
-            runner.left_out.append(f"{op.name} {shape}")
-        if budget.spent() or not wanted:
-            continue
-        try:
-            rows = runner.case(op, shape, sizes, wanted)
-        except Exception as error:
-            rows = [{"op": op.name, "shape": shape, "sizes": label(sizes), "peer": wanted[0].name,
-                     **failed(error)}]  # fmt: skip
-            say("  ", rows[0]["note"])
-        # after each, so that a run that is cut short leaves what it has
-        run = facts | {"absent": runner.absent}
-        new = {"machine": results["machine"], "runs": {name: run},
-               "rows": [row | {"run": name} for row in rows]}  # fmt: skip
-        results = store.merge(results, new)
-        store.save(results, file)
+    ops = [op for op in OPS if op.name in given.op]
+    for case in cases(ops, given.quick, runner.gpu):
+        peers = [peer for peer in case[0].peers() if peer.name in given.peers]
+        peers = [peer for peer in peers if (case[0].name, case[1], peer.name) not in known]
+        if peers and budget.spent():
+            runner.left_out.append(f"{case[0].name} {case[1]}")
+        elif peers:
+            rows = [row | {"run": began} for row in attempt(runner, case, peers)]
+            # after each, so that a run that is cut short leaves what it has
+            results = store.merge(results, empty | {"runs": {began: run}, "rows": rows})
+            store.save(results, file)
     if runner.left_out and not given.quick:
         say("out of time, --missing goes on with:", *(f"{what};" for what in runner.left_out))
     say("written:", file)

@@ -111,7 +111,10 @@ def label(sizes: Sizes) -> str:
     return "x".join(str(s) for s in found if isinstance(s, int) and not isinstance(s, bool))
 
 
-def cases(ops: Iterable[Op], quick: bool, gpu: bool) -> list[tuple[Op, str, Sizes]]:
+Case = tuple[Op, str, Sizes]
+
+
+def cases(ops: Iterable[Op], quick: bool, gpu: bool) -> list[Case]:
     """Name the sizes of each op, first those to know of all ops, so that a short run has them."""
     found = []
     for op in ops:

@@ -22,6 +22,7 @@ from benchmarks.peers import Function, Peer
 from tests.table import Sizes
 
 Row = dict[str, Any]
+Built = list[tuple[Peer, Function]]
 PASSES: dict[str, Function] = {"fwd": measure.forward, "fwd+bwd": measure.forward_backward}
 # beyond twice the error of plain torch: an ulp, and in float32 another order of summation
 LEEWAY = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-19}
@@ -88,20 +89,13 @@ class Runner:
             say("absent:", why, self.absent[why])
             return None
 
-    def check(
-        self, op: Op, shape: str, sizes: Sizes, drawn: Drawn, peers: list[Peer]
-    ) -> list[tuple[Row, Function]]:
+    def check(self, op: Op, sizes: Sizes, drawn: Drawn, built: Built) -> list[tuple[Row, Function]]:
         """Compare peers with one float64 oracle: rows, each with its function."""
-        if any(peer.compiles for peer in peers):
-            torch.compiler.reset()
         want = measure.oracle(op, drawn)
         plain, written = measure.errors(op.plain, op, drawn, want)
         bound = {k: 2 * e + LEEWAY[self.dtype] for k, e in plain.items()}
         done = []
-        for peer in peers:
-            function = self.build(peer, op, shape)
-            if function is None:
-                continue
+        for peer, function in built:
             row: Row = {"peer": peer.name, "checked": label(sizes)}
             began = time.perf_counter()
             try:
@@ -122,33 +116,44 @@ class Runner:
 
     def case(self, op: Op, shape: str, sizes: Sizes, peers: list[Peer]) -> list[Row]:
         """Check, then time, peers of one op at one shape."""
+        built = [(peer, f) for peer in peers if (f := self.build(peer, op, shape)) is not None]
+        if not built:
+            return []
         say(op.name, shape, label(sizes))
+        if any(peer.compiles for peer, _ in built):
+            torch.compiler.reset()
         self.free(cycles=True)
         checked = sizes
         # on fewer rows where six such tensors in float64 do not fit
         while op.largest(checked) * 8 * 6 > self.memory / 2 and leading(halved(checked))[0]:
             checked = halved(checked)
         drawn = op.draw(Draw(self.device, self.dtype), checked)
-        done = self.check(op, shape, checked, drawn, peers)
+        done = self.check(op, checked, drawn, built)
         if checked != sizes:
             drawn = op.draw(Draw(self.device, self.dtype), sizes)
         size = sum(t.nbytes for t in (*drawn[0].values(), *drawn[1]))
         # enough to leave the caches, and four to keep the queue of a GPU filled
         n = min(max(4, 2**28 // size), 16, int(self.memory / 16) // size) if self.gpu else 1
         sets = [Inputs(op, drawn) for _ in range(max(1, n))]
-        least = dict(zip(PASSES, op.least_ms(sizes, self.dtype.itemsize, self.rates), strict=True))
+        least = op.least_ms(sizes, self.dtype.itemsize, self.rates)
+        facts = {"op": op.name, "shape": shape, "sizes": label(sizes)}
+        facts["least_ms"] = dict(zip(PASSES, least, strict=True))
         for row, function in done:
-            row |= {"op": op.name, "shape": shape, "sizes": label(sizes), "least_ms": least}
-            if row["status"] == "ok":
-                try:
-                    self.time(row, function, sets)
-                except Exception as error:
-                    row |= failed(error)
-            self.free()
-            ms = (row.get("graph") or row.get("eager") or {}).get("fwd+bwd", {}).get("ms")
-            found = f"{ms:.4g} ms, {100 * least['fwd+bwd'] / ms:.0f} %" if ms else ""
-            say("  ", row["peer"], row["status"], row.get("note", ""), found)
+            row |= facts
+            self.attempt(row, function, sets)
         return [row for row, _ in done]
+
+    def attempt(self, row: Row, function: Function, sets: list[Inputs]) -> None:
+        """Time what is right, and say what came out."""
+        if row["status"] == "ok":
+            try:
+                self.time(row, function, sets)
+            except Exception as error:
+                row |= failed(error)
+        self.free()
+        ms = (row.get("graph") or row.get("eager") or {}).get("fwd+bwd", {}).get("ms")
+        found = f"{ms:.4g} ms, {100 * row['least_ms']['fwd+bwd'] / ms:.0f} %" if ms else ""
+        say("  ", row["peer"], row["status"], row.get("note", ""), found)
 
     def time(self, row: Row, function: Function, sets: list[Inputs]) -> None:
         row |= {key: {} for key in ("eager", "host", "graph", "peak_mib")}
