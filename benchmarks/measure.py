@@ -167,7 +167,8 @@ def graph(run: Run, sets: Sequence[Inputs], device: torch.device, seconds: float
     torch.cuda.current_stream(device).wait_stream(stream)
     synchronize(device)
     captured, (start, stop) = torch.cuda.CUDAGraph(), events(2, device)
-    with torch.cuda.graph(captured, stream=stream):
+    # the outer context: a capture that fails does not give the stream back
+    with torch.cuda.stream(stream), torch.cuda.graph(captured, stream=stream):
         for inputs in sets:
             run(inputs)
     captured.replay()
