@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 import liger_fn
-from tests.table.heads import logp_oracle
+from tests.table.heads import bare_head, logp_oracle, plain_logp
 from tests.table.row import Bench, Draw, Function, Row, bound
+from tests.table.shapes import SEQUENCES as AT_SCALE
+from tests.table.shapes import SMALL_SEQUENCES, products
 
 
 def counted(y: Tensor) -> Tensor:
@@ -157,9 +159,20 @@ FEW = {"b": 2, "t": 3}
 PAIR_HEADED = {"b": 1, "t": 2, "d": 2, "v": 3}
 
 
-def reasoned(b: int, t: int, d: int, v: int, **_: Any) -> tuple[float, float]:
-    size = 2 * 2 * b * t * d * v
-    return size, 3 * size
+def bench(fn: Function, oracle: Function, *more: str, again: bool = False) -> Bench:
+    """With a reference that gives every token what the policy does on average."""
+
+    def make(draw: Draw, b: int, t: int, d: int, v: int) -> dict[str, Tensor]:
+        n, made = 2 * b, bare_head(draw, (2 * b, t), d, v)
+        given = {"ref": -2 - math.log(v) + draw.normal(n, t, scale=0.0),
+                 "good": draw.targets((n,), 2) == 1, "a": draw.normal(n)}  # fmt: skip
+        return made | {name: given[name] for name in more}
+
+    def plain(w: Tensor, x: Tensor, y: Tensor, *rest: Tensor) -> Tensor:
+        return oracle(plain_logp(w, x, y), y, *rest)
+
+    return Bench(products(2, 8), "one product forward, four with backward: logits are formed again",
+                 AT_SCALE, SMALL_SEQUENCES, ("w", "x"), fn, plain, make, "matmul")  # fmt: skip
 
 
 ROWS = [
@@ -177,22 +190,22 @@ ROWS = [
         ("logp",), FEW, SEQUENCES, ("y", "old", "ref"), ops=False),
     Row("dpo_loss", dpo_loss, under_head(dpo_oracle), headed(bound(sequences, ref=True)),
         ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, composed=True,
-        bench=Bench(reasoned, "one product forward, two more for gradients",
-                    [{"b": 4, "t": 1024, "d": 4096, "v": 128256}],
-                    [{"b": 2, "t": 128, "d": 256, "v": 8000}],
-                    fn=lambda w, x, y, ref: liger_fn.dpo_loss(w, x, y, ref_logp=ref),
-                    limit="matmul")),
+        bench=bench(lambda *a: liger_fn.dpo_loss(*a[:3], ref_logp=a[3]), dpo_oracle, "ref")),
     Row("dpo_loss-long", dpo_long, under_head(dpo_oracle), headed(bound(sequences, ref=True)),
         ("w", "x"), PAIR_HEADED, HEADED, flops=4 / 3, composed=True),
     Row("orpo_loss", bound(liger_fn.orpo_loss, chunk=4), under_head(orpo_oracle),
-        headed(sequences), ("w", "x"), PAIR_HEADED, HEADED, composed=True),
+        headed(sequences), ("w", "x"), PAIR_HEADED, HEADED, composed=True,
+        bench=bench(liger_fn.orpo_loss, orpo_oracle)),
     Row("cpo_loss", bound(liger_fn.cpo_loss, chunk=4), under_head(cpo_oracle), headed(sequences),
-        ("w", "x"), PAIR_HEADED, HEADED, composed=True),
+        ("w", "x"), PAIR_HEADED, HEADED, composed=True,
+        bench=bench(liger_fn.cpo_loss, cpo_oracle)),
     Row("simpo_loss", bound(liger_fn.simpo_loss, chunk=4), under_head(simpo_oracle),
-        headed(sequences), ("w", "x"), PAIR_HEADED, HEADED, composed=True),
+        headed(sequences), ("w", "x"), PAIR_HEADED, HEADED, composed=True,
+        bench=bench(liger_fn.simpo_loss, simpo_oracle)),
     Row("kto_loss", kto(bound(liger_fn.kto_loss, chunk=4)), under_head(kto_oracle),
-        headed(single), ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, composed=True),
+        headed(single), ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, composed=True,
+        bench=bench(kto(liger_fn.kto_loss), kto_oracle, "good", "ref")),
     Row("grpo_loss", bound(grpo, of=liger_fn.grpo_loss, chunk=4), under_head(grpo_oracle),
         headed(sampled), ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, ("old", "ref"), flops=4 / 3,
-        composed=True),
+        composed=True, bench=bench(liger_fn.grpo_loss, grpo_oracle, "a", again=True)),
 ]  # fmt: skip
