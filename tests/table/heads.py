@@ -233,12 +233,12 @@ ROWS = [
         bench=distillation(liger_fn.fused_linear_kl, kl_rows)),
     Row("fused_linear_kl-none", bound(distilled, of=liger_fn.fused_linear_kl, **EACH),
         bound(distilled_oracle, rows=kl_rows, **EACH), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
-        ("y", "u"), block=4, flops=20 / 13, composed=True),  # both logits again; widths 3 and 4
+        ("y", "u"), block=4, flops=20 / 13),  # both logits again; widths 3 and 4
     Row("fused_linear_kl-topk", known_columns, known_columns_oracle, head_and_columns, ("w", "x"),
-        {**PAIR_SIZES, "k": 2}, {**HEAD, "k": [1], "v": range(4, 9)}, composed=True),
+        {**PAIR_SIZES, "k": 2}, {**HEAD, "k": [1], "v": range(4, 9)}, block=4),
     Row("fused_linear_cosine", bound(distilled, of=liger_fn.fused_linear_cosine),
         bound(distilled_oracle, rows=cosine_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
-        ("y", "u"), composed=True, bench=distillation(liger_fn.fused_linear_cosine, cosine_rows)),
+        ("y", "u"), block=4, bench=distillation(liger_fn.fused_linear_cosine, cosine_rows)),
     Row("fused_linear_jsd", bound(distilled, of=liger_fn.fused_linear_jsd, beta=0.3),
         bound(distilled_oracle, rows=jsd_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
         ("y", "u"), composed=True,

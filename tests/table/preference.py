@@ -171,7 +171,8 @@ def bench(fn: Function, oracle: Function, *more: str, again: bool = False) -> Be
     def plain(w: Tensor, x: Tensor, y: Tensor, *rest: Tensor) -> Tensor:
         return oracle(plain_logp(w, x, y), y, *rest)
 
-    return Bench(products(2, 8), "one product forward, four with backward: logits are formed again",
+    n, how = (4, "logits are formed again") if again else (3, "gradients at once")
+    return Bench(products(2, 2 * n), f"one product forward, {n} with backward: {how}",
                  AT_SCALE, SMALL_SEQUENCES, ("w", "x"), fn, plain, make, "matmul")  # fmt: skip
 
 
