@@ -36,7 +36,7 @@ def test_cross_entropy_is_that_of_torch_with_classes_on_its_axis(device, shape, 
     logits = torch.randn(shape, device=device, dtype=torch.float64)
     y = torch.randint(V, (*shape[:1], *shape[2:]) if len(shape) > 1 else (), device=device)
     ours, theirs = nn.CrossEntropyLoss(**options), torch.nn.CrossEntropyLoss(**options)
-    want = theirs.cpu()(logits.cpu(), y.cpu()).to(device)  # torch has none to rely on with CUDA
+    want = theirs.cpu()(logits.cpu(), y.cpu()).to(device)  # on CUDA torch has no deterministic one
     torch.testing.assert_close(ours(logits, y), want)
     assert isinstance(ours, torch.nn.CrossEntropyLoss)
     assert list(ours.state_dict()) == list(theirs.state_dict()) == ["weight"]
