@@ -49,8 +49,42 @@ def liger_head(sums: torch.dtype | None, f: Function, w: Tensor, x: Tensor, y: T
     return f(x, w, y, None, None, -100, 0.0, 0.0, "mean", None, False, sums)[0]
 
 
+def liger_distilled(
+    beta: float, sums: torch.dtype | None, f: Function, w: Tensor, x: Tensor, teacher_w: Tensor,
+    teacher_x: Tensor,
+) -> Tensor:  # fmt: skip
+    """Call Liger-Kernel's Jensen-Shannon head, at beta 0 forward KL; accum_dtype comes ninth."""
+    return f(x, w, teacher_x, teacher_w, None, beta, -100, 1.0, sums)
+
+
+def liger_chunked(
+    beta: float, f: Function, w: Tensor, x: Tensor, teacher_w: Tensor, teacher_x: Tensor
+) -> Tensor:
+    """Call a distillation of Liger-Kernel in compiled torch; it wants labels without their loss."""
+    y = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    return f(x, w, teacher_x, teacher_w, y, None, None, 0.0, 1.0, beta)
+
+
 EPS = 1e-3  # of the row of the table
+BETA = 0.3  # likewise
+TWO_HEADS = "fused_linear_jsd:LigerFusedLinearJSDFunction"
 HEAD = "fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction"
+
+
+def chunked(source: str, beta: float) -> Peer:
+    """Take a distillation of Liger-Kernel that is torch, chunk by chunk."""
+    source = f"liger_kernel.chunked_loss.{source}.apply"
+    return peer("Liger-Kernel, chunked", source, partial(liger_chunked, beta), gpu_only=True)
+
+
+def distilled_by_liger(beta: float) -> list[Peer]:
+    """Both of Liger-Kernel's Jensen-Shannon heads."""
+    return [
+        liger(TWO_HEADS, partial(liger_distilled, beta, None)),
+        liger(TWO_HEADS, partial(liger_distilled, beta, torch.float32), "Liger-Kernel, fp32 sums"),
+        chunked("jsd_loss:LigerFusedLinearJSDFunction", beta),
+    ]
+
 
 PEERS: dict[str, list[Peer]] = {
     "rms_norm": [
@@ -70,5 +104,10 @@ PEERS: dict[str, list[Peer]] = {
              lambda f, *wxy: f(*wxy, accum_dtype=torch.bfloat16), gpu_only=True),
         liger(HEAD, partial(liger_head, None)),
         liger(HEAD, partial(liger_head, torch.float32), "Liger-Kernel, fp32 sums"),
+    ],
+    "fused_linear_kl": distilled_by_liger(0.0),
+    "fused_linear_jsd": distilled_by_liger(BETA),
+    "fused_linear_cosine": [
+        chunked("cosine_similarity_loss:LigerFusedLinearCosineSimilarityFunction", 1.0),
     ],
 }  # fmt: skip

@@ -39,18 +39,20 @@ def linear_oracle(
 
 
 def linear(
-    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any
-) -> Tensor:
+    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, *,
+    chunk: Any = 4, **options: Any,
+) -> Tensor:  # fmt: skip
     return liger_fn.fused_linear_ce(
-        w, x, y, b=b, class_weight=c, token_weight=u, chunk=4, **options
+        w, x, y, b=b, class_weight=c, token_weight=u, chunk=chunk, **options
     )
 
 
 def linear_stats(
-    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any
-) -> Any:
+    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, *,
+    chunk: Any = 4, **options: Any,
+) -> Any:  # fmt: skip
     out = liger_fn.fused_linear_ce_with_stats(
-        w, x, y, b=b, class_weight=c, token_weight=u, chunk=4, **options
+        w, x, y, b=b, class_weight=c, token_weight=u, chunk=chunk, **options
     )
     return tuple(out[:3])
 
@@ -69,8 +71,8 @@ def logp(w: Tensor, x: Tensor, y: Tensor, b: Any = None, chunk: Any = 4, **optio
     return liger_fn.fused_linear_logp(w, x, y, b=b, chunk=chunk, **options)
 
 
-def logp_stats(w: Tensor, x: Tensor, y: Tensor, b: Any = None, **options: Any) -> Any:
-    found = liger_fn.fused_linear_logp_with_stats(w, x, y, b=b, chunk=4, **options)
+def logp_stats(w: Tensor, x: Tensor, y: Tensor, b: Any = None, chunk: Any = 4, **how: Any) -> Any:
+    found = liger_fn.fused_linear_logp_with_stats(w, x, y, b=b, chunk=chunk, **how)
     return tuple(found[:4])
 
 
@@ -131,9 +133,9 @@ def head_and_columns(
     return {"w": made["w"], "x": made["x"], "logp": known.values, "at": known.indices}
 
 
-def known_columns(w: Tensor, x: Tensor, logp: Tensor, at: Tensor) -> Tensor:
+def known_columns(w: Tensor, x: Tensor, logp: Tensor, at: Tensor, chunk: Any = 2) -> Tensor:
     known = (logp, at)
-    return liger_fn.fused_linear_kl(w, x, None, None, teacher_logp_topk=known, chunk=2)
+    return liger_fn.fused_linear_kl(w, x, None, None, teacher_logp_topk=known, chunk=chunk)
 
 
 def known_columns_oracle(w: Tensor, x: Tensor, logp: Tensor, at: Tensor) -> Tensor:
@@ -165,6 +167,13 @@ def products(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, fl
 
 
 PAIR_SIZES = {"lead": (3,), "d": 3, "v": 5}
+TWO_HEADS: dict[str, Any] = {
+    "work": distillation,
+    "counted": "one product for each of the two logits, two more with backward",
+    "gpu": [{"lead": (8192,), "d": 4096, "v": 128256, "full": False}],
+    "cpu": [{"lead": (256,), "d": 256, "v": 8000, "full": False}], "wanted": ("w", "x"),
+    "limit": "matmul",
+}  # fmt: skip
 EACH = {"temperature": 1.5, "softcap": 3.0, "reduction": "none"}
 WARM = {"temperature": 1.7, "softcap": 3.0, "logit_scale": 0.8}
 ROWS = [
@@ -195,10 +204,7 @@ ROWS = [
     Row("fused_linear_kl", bound(distilled, of=liger_fn.fused_linear_kl),
         bound(distilled_oracle, rows=kl_rows), two_heads, ("w", "x"), {**PAIR_SIZES, "full": False},
         {**HEAD, "full": [False]}, composed=True,
-        bench=Bench(distillation, "one product for each of the two logits, two more with backward",
-                    [{"lead": (8192,), "d": 4096, "v": 128256, "full": False}],
-                    [{"lead": (256,), "d": 256, "v": 8000, "full": False}],
-                    fn=bound(distilled, of=liger_fn.fused_linear_kl, chunk=None), limit="matmul")),
+        bench=Bench(**TWO_HEADS, fn=bound(distilled, of=liger_fn.fused_linear_kl, chunk=None))),
     Row("fused_linear_kl-none", bound(distilled, of=liger_fn.fused_linear_kl, **EACH),
         bound(distilled_oracle, rows=kl_rows, **EACH), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
         ("y", "u"), block=4, flops=20 / 13),  # both logits again; widths 3 and 4
@@ -206,10 +212,13 @@ ROWS = [
         {**PAIR_SIZES, "k": 2}, {**HEAD, "k": [1], "v": range(4, 9)}, block=4),
     Row("fused_linear_cosine", bound(distilled, of=liger_fn.fused_linear_cosine),
         bound(distilled_oracle, rows=cosine_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
-        ("y", "u"), block=4),
+        ("y", "u"), block=4,
+        bench=Bench(**TWO_HEADS, fn=bound(distilled, of=liger_fn.fused_linear_cosine, chunk=None))),
     Row("fused_linear_jsd", bound(distilled, of=liger_fn.fused_linear_jsd, beta=0.3),
         bound(distilled_oracle, rows=jsd_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
-        ("y", "u"), composed=True),
+        ("y", "u"), composed=True,
+        bench=Bench(**TWO_HEADS, fn=bound(distilled, of=liger_fn.fused_linear_jsd, beta=0.3,
+                                          chunk=None))),
     Row("fused_linear_tvd", bound(distilled, of=liger_fn.fused_linear_tvd, temperature=1.5),
         bound(distilled_oracle, rows=tvd_rows, temperature=1.5), two_heads, ("w", "x", "u"),
         PAIR_SIZES, HEAD, ("y", "u"), composed=True),
