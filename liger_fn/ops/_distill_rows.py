@@ -76,12 +76,15 @@ def _cosine(z: Tensor, valid: Tensor, zt: Tensor) -> Found:
     sizes = [torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (z, zt)]
     empty = (sizes[0] == 0) | (sizes[1] == 0)
     unit, other = (t / torch.where(empty, 1.0, n) for t, n in zip((z, zt), sizes, strict=True))
-    apart = unit - other
-    value = torch.where(empty[:, 0], 1.0, 0.5 * apart.square().sum(-1))
+    value = torch.where(empty[:, 0], 1.0, 0.5 * (unit - other).square().sum(-1))
 
     def pull(d: Tensor) -> Tensor:
-        along = (unit * apart).sum(-1, keepdim=True)
-        g = (apart - along * unit) / torch.where(empty, 1.0, sizes[0])
+        # what of -other is across unit, and so of unit - other: that has the digits where they are
+        # close, and far from it would lose some. unit is 1 long but for its rounding
+        e = torch.where(value[:, None] < 0.5, unit, 0.0) - other
+        square = torch.where(empty, 1.0, unit.square().sum(-1, keepdim=True))
+        g = e - (unit * e).sum(-1, keepdim=True) / square * unit
+        g = g / torch.where(empty, 1.0, sizes[0])
         return torch.where(valid[:, None] & ~empty, d[:, None] * g, 0.0)
 
     return torch.where(valid, value, 0.0), pull
@@ -119,13 +122,13 @@ def _divergence_kernel(
 
 
 @triton.jit
-def _apart(
+def _units(
     z_ptr, zt_ptr, col, v, size, other, SCALE: tl.constexpr, CAP: tl.constexpr,
     SCALE_T: tl.constexpr, CAP_T: tl.constexpr,
 ):  # fmt: skip
-    """z / size, and how far it is from zt / other."""
-    unit = capped(tl.load(z_ptr + col, col < v, other=0.0), SCALE, CAP) / size
-    return unit, unit - capped(tl.load(zt_ptr + col, col < v, other=0.0), SCALE_T, CAP_T) / other
+    """z / size and zt / other."""
+    z = capped(tl.load(z_ptr + col, col < v, other=0.0), SCALE, CAP)
+    return z / size, capped(tl.load(zt_ptr + col, col < v, other=0.0), SCALE_T, CAP_T) / other
 
 
 @triton.jit
@@ -157,20 +160,25 @@ def _cosine_kernel(
     other = _size(zt_ptr, n, dtype, SCALE_T, CAP_T, BLOCK)
     empty = (size == 0.0) | (other == 0.0)
     size, other = tl.where(empty, 1.0, size), tl.where(empty, 1.0, other)
-    far = tl.zeros((BLOCK,), dtype)
-    along = tl.zeros((BLOCK,), dtype)
+    zeros = tl.zeros((BLOCK,), dtype)
+    apart, square, along, away = zeros, zeros, zeros, zeros
     for k in range(0, n, BLOCK):
-        unit, e = _apart(z_ptr, zt_ptr, k + col, n, size, other, SCALE, CAP, SCALE_T, CAP_T)
-        far += e * e
+        unit, ut = _units(z_ptr, zt_ptr, k + col, n, size, other, SCALE, CAP, SCALE_T, CAP_T)
+        e = unit - ut
+        apart += e * e
+        square += unit * unit
         along += unit * e
-    value = tl.where(empty, 1.0, 0.5 * tl.sum(far))
+        away -= unit * ut
+    value = tl.where(empty, 1.0, 0.5 * tl.sum(apart))
     tl.store(value_ptr + row, tl.where(live, value, 0.0))
     if PULL:
         d = tl.where(empty, 0.0, tl.load(a_ptr + row) / size)
-        inward = tl.sum(along)
+        near = tl.where(value < 0.5, 1.0, 0.0)  # which of two forms has the digits: see _cosine
+        inward = tl.where(value < 0.5, tl.sum(along), tl.sum(away))
+        inward /= tl.where(empty, 1.0, tl.sum(square))
         for k in range(0, v, BLOCK):
-            unit, e = _apart(z_ptr, zt_ptr, k + col, n, size, other, SCALE, CAP, SCALE_T, CAP_T)
-            overwrite(z_ptr, k + col, n, v, d * (e - inward * unit), SCALE, CAP)
+            unit, ut = _units(z_ptr, zt_ptr, k + col, n, size, other, SCALE, CAP, SCALE_T, CAP_T)
+            overwrite(z_ptr, k + col, n, v, d * (near * unit - ut - inward * unit), SCALE, CAP)
 
 
 def rows_triton(

@@ -43,18 +43,20 @@ def linear_oracle(
 
 
 def linear(
-    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any
-) -> Tensor:
+    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, *,
+    chunk: Any = 4, **options: Any,
+) -> Tensor:  # fmt: skip
     return liger_fn.fused_linear_ce(
-        w, x, y, b=b, class_weight=c, token_weight=u, chunk=4, **options
+        w, x, y, b=b, class_weight=c, token_weight=u, chunk=chunk, **options
     )
 
 
 def linear_stats(
-    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any
-) -> Any:
+    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, *,
+    chunk: Any = 4, **options: Any,
+) -> Any:  # fmt: skip
     out = liger_fn.fused_linear_ce_with_stats(
-        w, x, y, b=b, class_weight=c, token_weight=u, chunk=4, **options
+        w, x, y, b=b, class_weight=c, token_weight=u, chunk=chunk, **options
     )
     return tuple(out[:3])
 
@@ -90,8 +92,8 @@ def logp_and_entropy(w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return liger_fn.fused_linear_logp_with_stats(w, x, y)[:2]
 
 
-def logp_stats(w: Tensor, x: Tensor, y: Tensor, b: Any = None, **options: Any) -> Any:
-    found = liger_fn.fused_linear_logp_with_stats(w, x, y, b=b, chunk=4, **options)
+def logp_stats(w: Tensor, x: Tensor, y: Tensor, b: Any = None, chunk: Any = 4, **how: Any) -> Any:
+    found = liger_fn.fused_linear_logp_with_stats(w, x, y, b=b, chunk=chunk, **how)
     return tuple(found[:4])
 
 
@@ -167,9 +169,9 @@ def head_and_columns(
     return {"w": made["w"], "x": made["x"], "logp": known.values, "at": known.indices}
 
 
-def known_columns(w: Tensor, x: Tensor, logp: Tensor, at: Tensor) -> Tensor:
+def known_columns(w: Tensor, x: Tensor, logp: Tensor, at: Tensor, chunk: Any = 2) -> Tensor:
     known = (logp, at)
-    return liger_fn.fused_linear_kl(w, x, None, None, teacher_logp_topk=known, chunk=2)
+    return liger_fn.fused_linear_kl(w, x, None, None, teacher_logp_topk=known, chunk=chunk)
 
 
 def known_columns_oracle(w: Tensor, x: Tensor, logp: Tensor, at: Tensor) -> Tensor:

@@ -142,15 +142,15 @@ def under_head(oracle: Function) -> Function:
 
 
 def kto(of: Function) -> Function:
-    return lambda *a: of(*a[:-1], ref_logp=a[-1], kl=0.3)
+    return lambda *a, **k: of(*a[:-1], ref_logp=a[-1], kl=0.3, **k)
 
 
-def dpo_loss(w: Tensor, x: Tensor, y: Tensor, ref: Tensor, chunk: int = 4) -> Tensor:
+def dpo_loss(w: Tensor, x: Tensor, y: Tensor, ref: Tensor, chunk: Any = 4) -> Tensor:
     return liger_fn.dpo_loss(w, x, y, ref_logp=ref, chunk=chunk)
 
 
-def dpo_long(w: Tensor, x: Tensor, y: Tensor, ref: Tensor) -> Tensor:
-    return dpo_loss(w, x, y, ref, chunk=3)  # no pair of tokens fits: two passes
+def dpo_long(w: Tensor, x: Tensor, y: Tensor, ref: Tensor, chunk: Any = 3) -> Tensor:
+    return dpo_loss(w, x, y, ref, chunk=chunk)  # no pair of tokens fits: two passes
 
 
 SEQUENCES = {"b": range(1, 4), "t": range(1, 5)}

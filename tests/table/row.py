@@ -101,7 +101,7 @@ def first(f: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
 
 
 def bound(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return lambda *a, **k: f(*a, **options, **k)
+    return lambda *a, **k: f(*a, **(options | k))
 
 
 # what laws draw
