@@ -38,7 +38,7 @@ def batch(device):
 # -- logits that are kept
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_vl", "mixtral_aux"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "mixtral_aux"])
 @pytest.mark.parametrize("kept", [8, torch.tensor([1, 2, 5, 6, 9, 10])], ids=["last", "index"])
 def test_logits_that_are_kept_have_the_loss_of_their_labels(device, name, kept):
     model, batch = zoo.build(name).to(device), on(device, zoo.batch(name))
@@ -69,13 +69,21 @@ def test_logits_that_are_kept_without_labels_are_the_real_ones(llama, batch, kep
 @pytest.mark.parametrize("name", ["llama", "gemma2", "glm4", "olmo2"])
 @pytest.mark.parametrize("training", [False, True])
 def test_a_cache_carries_the_beginning_of_a_text(device, name, training):
-    model = adapt(zoo.build(name).to(device).train(training))
+    model = zoo.build(name).to(device).train(training)
     ids = on(device, zoo.batch(name))["input_ids"]
+
+    def read_in_two() -> list[Tensor]:
+        first = model(input_ids=ids[:, :7], use_cache=True)
+        rest = model(input_ids=ids[:, 7:], past_key_values=first.past_key_values)
+        return [first.logits, rest.logits]
+
     with torch.no_grad():
-        want = model(input_ids=ids).logits
-        cache = model(input_ids=ids[:, :7], use_cache=True).past_key_values
-        got = model(input_ids=ids[:, 7:], past_key_values=cache).logits
-    torch.testing.assert_close(got, want[:, 7:], rtol=1e-4, atol=1e-4)
+        want, whole = read_in_two(), model(input_ids=ids).logits
+        adapt(model)
+        for got, wanted in zip(read_in_two(), want, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        if not training:  # in training 4.57 gives Gemma 2 no cache
+            torch.testing.assert_close(torch.cat(want, 1), whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
