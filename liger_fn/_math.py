@@ -52,6 +52,12 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def quotient(a, b):
+    """a / b to the nearest: in float32 on a GPU `/` alone may be 2 ulp off, and x / x not 1."""
+    return a / b if a.dtype == tl.float64 else tl.div_rn(a, b.to(tl.float32))
+
+
+@triton.jit
 def tanh(x):
     # 1 - 2/(e^2x + 1) cancels near 0: there the odd polynomial of Cephes' tanhf (S. Moshier) is
     # good to an ulp of float32. float64 has room for the plain form: its absolute error is 1e-16.

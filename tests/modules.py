@@ -83,13 +83,13 @@ LAYERS: dict[str, Row] = {
         lambda **kw: nn.LayerNorm(D, **kw),
         lambda **kw: torch.nn.LayerNorm(D, **kw),
         at(3, 5, D),
-        "LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True)",
+        "LayerNorm((8,), eps=1e-05, elementwise_affine=True",
     ),
     "layer-axes": Row(
         lambda **kw: nn.LayerNorm((5, D), 1e-3, bias=False, **kw),
         lambda **kw: torch.nn.LayerNorm((5, D), 1e-3, bias=False, **kw),
         at(3, 5, D),
-        "LayerNorm((5, 8), eps=0.001, elementwise_affine=True, bias=False)",
+        "LayerNorm((5, 8), eps=0.001, elementwise_affine=True",
     ),
     "group": Row(
         lambda **kw: nn.GroupNorm(2, 4, **kw),

@@ -55,6 +55,26 @@ def chunk_size(v: int, dtype: torch.dtype, device: torch.device) -> int:
     return max(16, rows // 128 * 128 if rows >= 128 else rows)
 
 
+def plan(
+    m: int, w: Tensor, heads: int, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+    dw: bool,
+) -> tuple[int, torch.dtype]:  # fmt: skip
+    """Tokens per step, and the dtype of dw.
+
+    A single product may round once, to bfloat16 too (float16 would overflow). `chunk` 0: as many
+    tokens as fit the budget, or all, where their logits (of so many heads) take no more memory than
+    float32 sums of dw over several steps would.
+    """
+    v, d = w.shape
+    halves = compute == torch.bfloat16 and w.device.type != "cpu"
+    at_once = chunk or chunk_size(heads * v, compute, w.device)
+    if dw and halves and not chunk and accum_dtype == torch.float32 and m <= at_once + d // heads:
+        at_once = max(m, 1)
+    if compute == torch.float64 or (halves and m <= at_once):
+        accum_dtype = compute
+    return at_once, accum_dtype
+
+
 def product_dtype(w: Tensor, x: Tensor, b: Tensor | None) -> torch.dtype:
     """What the operands of w, x and b are cast to: autocast's dtype, else what they promote to."""
     dtype = torch.promote_types(w.dtype, x.dtype)
@@ -75,7 +95,8 @@ def head_loop(
     rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
     row_args: tuple[Tensor | None, ...], *,
     ignore_index: int, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool], chunks: Sequence[Chunk] | None = None,
+    wanted: tuple[bool, bool, bool], heads: int = 1,
+    chunks: Callable[[int], Sequence[Chunk]] | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Run `rows` on the logits of each chunk of x (m, d).
 
@@ -88,11 +109,12 @@ def head_loop(
         row_args: more tensors (m,), passed on by chunk.
         ignore_index: target of rows that do not count: whatever x holds there, NaN included, is
             read as 0.
-        chunk: tokens per step, at most.
+        chunk: tokens per step, at most; 0: see `plan`.
         compute: dtype of the operands of the products.
         accum_dtype: dtype of the sums dw.
         wanted: whether dw, dx and db are to be formed.
-        chunks: the rows of each step, all rows once; default: `chunk` at a time.
+        heads: buffers of logits that a step holds.
+        chunks: from tokens per step to the rows of each, all rows once; default: as they come.
 
     Returns:
         Results per row, each (m,), then dw (v, d), dx (m, d) and db (v,), or None where not wanted.
@@ -106,15 +128,17 @@ def head_loop(
     w, x = w.to(compute).to(operand), x.to(compute).to(operand)
     b = None if b is None else b.to(compute)
     own = not tracked()  # nobody differentiates this loop: it may reuse its own buffers
-    chunks = chunks or _even(m, chunk)
-    most = max(sum(s.stop - s.start for s in at) for at in chunks)
-    accum = accum_dtype if compute != torch.float64 else compute
+    # whoever names chunks gets the same ones with and without gradients
+    grown = wanted[0] or chunks is not None
+    at_once, accum = plan(m, w, heads, chunk, compute, accum_dtype, grown)
+    steps = chunks(at_once) if chunks else _even(m, at_once)
+    most = max(sum(s.stop - s.start for s in at) for at in steps)
     buffer = x.new_empty(most, w.shape[0], dtype=zdtype) if own else None
     dx = x.new_empty(x.shape, dtype=dx_dtype) if own and wanted[1] else None
     dw = db = None
     parts, dxs = [], []
     with _autocast_off(x.device.type):
-        for at in chunks:
+        for at in steps:
             yc = _take(y, at)
             xc = torch.where((yc != ignore_index)[:, None], _take(x, at), 0.0)
             z = _mm(xc, w.t(), zdtype, None if buffer is None else buffer[: xc.shape[0]], b)
@@ -123,8 +147,8 @@ def head_loop(
             parts.append(part)
             if dz is None:
                 continue
-            if wanted[2]:
-                d = dz.sum(0, dtype=wide(compute))
+            if wanted[2]:  # cheap enough to round but once
+                d = dz.sum(0, dtype=torch.float64 if x.device.type != "mps" else wide(compute))
                 db = d if db is None else db + d
             dz = dz.to(operand)
             if wanted[1]:
@@ -136,9 +160,10 @@ def head_loop(
                         dx[s] = g
             if wanted[0]:
                 dw = _accumulate(dw, dz.t(), xc, accum, own)
+    db = None if db is None else db.to(wide(compute))
     if wanted[1] and dx is None:
-        dx = _join(chunks, dxs)
-    return tuple(_join(chunks, part) for part in zip(*parts, strict=True)), dw, dx, db
+        dx = _join(steps, dxs)
+    return tuple(_join(steps, part) for part in zip(*parts, strict=True)), dw, dx, db
 
 
 def _even(m: int, chunk: int) -> list[Chunk]:

@@ -27,7 +27,6 @@ from liger_fn.ops._ce import (
 from liger_fn.ops._chunked import (
     Rows,
     check_chunk,
-    chunk_size,
     head_loop,
     logits,
     product_dtype,
@@ -66,7 +65,13 @@ def _loop(
     return head_loop(
         of_chunk, w, x, b, y, (a, teacher_x, at), ignore_index=ignore_index, chunk=chunk,
         compute=compute, accum_dtype=accum_dtype, wanted=tuple(wanted[:3]),  # type: ignore[arg-type]  # three
+        heads=_heads(at),
     )  # fmt: skip
+
+
+def _heads(at: Tensor | None) -> int:
+    """Buffers of logits: the student's, and those of a teacher that is not a few known columns."""
+    return 1 if at is not None else 2
 
 
 def _sum_fwd(
@@ -141,11 +146,13 @@ def _flops(
 
 
 def _sum_fake(
-    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *_: Any, compute: torch.dtype,
-    accum_dtype: torch.dtype, wanted: tuple[bool, ...], **__: Any,
+    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Any, teacher_x: Any,
+    teacher_b: Any, at: Any, *_: Any, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+    wanted: tuple[bool, ...], **__: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     scalar, value = (y.new_empty(shape, dtype=wide(compute)) for shape in ((), y.shape))
-    return scalar, *formed_fake(w, x, b, compute, accum_dtype, wanted), value
+    formed = formed_fake(w, x, b, chunk, compute, accum_dtype, wanted, _heads(at))
+    return scalar, *formed, value
 
 
 _sum = head_rule(
@@ -185,8 +192,7 @@ def distill(
         teacher[i] = None if (t := teacher[i]) is None else t.reshape(-1, t.shape[-1])
     options: dict[str, Any] = {**how, "kind": kind, "beta": beta, "ignore_index": ignore_index}
     options |= {"compute": compute, "accum_dtype": accum_dtype}
-    both = w.shape[0] * (1 if at is not None else 2)  # columns of logits: the student's, and theirs
-    options["chunk"] = chunk or chunk_size(both, compute, x.device)
+    options["chunk"] = chunk or 0
     dtype = wide(compute)
     n = normaliser(live, None, ignore_index, reduction, n_valid, dtype)
     if reduction == "none":

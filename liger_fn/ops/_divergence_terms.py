@@ -1,7 +1,7 @@
 """Device functions of a divergence of two rows of logits: the algebra stands in `_divergence`."""
 
 from liger_fn._launch import tl, triton
-from liger_fn._math import capped, online
+from liger_fn._math import capped, online, quotient
 
 
 @triton.jit
@@ -66,7 +66,8 @@ def divergence_terms(
     """Return q, p, and b = q * df/dq, a = p * df/dp of a divergence; see ops/_divergence."""
     zq, zp = (zq - top_q) * SCALE, (zp - top_p) * SCALE
     q, p = tl.exp(zq) / sum_q, tl.exp(zp) / sum_p
-    r = (zp - zq) - tl.log(sum_p / sum_q)  # log(p / q); NaN where both are 0
+    # log(p / q); NaN where both are 0
+    r = (zp - zq) - tl.log(quotient(sum_p, sum_q))
     size = tl.abs(r)
     near = size < (0.015625 if r.dtype == tl.float64 else 0.5)
     if KIND == "kl":

@@ -4,7 +4,7 @@ A chunk is read by one program for each row: sums on line, then, if its gradient
 time, and that is written over it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -182,7 +182,8 @@ def logp_loop(
     rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
     row_args: tuple[Tensor | None, ...], wanted: tuple[bool, ...], *,
     ignore_index: int, logit_scale: float, softcap: float | None, temperature: float, chunk: int,
-    compute: torch.dtype, accum_dtype: torch.dtype, chunks: Sequence[Chunk] | None = None,
+    compute: torch.dtype, accum_dtype: torch.dtype,
+    chunks: Callable[[int], Sequence[Chunk]] | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     row = Row(ignore_index, 0.0, logit_scale, softcap)
     return head_loop(

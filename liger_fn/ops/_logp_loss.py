@@ -52,13 +52,13 @@ def logp_loss(
     """Return the loss of that name, with gradients for w, x and b, and logp without any."""
     f, together = _ALGEBRA[name]
     compute = product_dtype(w, x, b)
-    chunk = head.chunk or chunk_size(w.shape[0], compute, x.device)
+    fit = head.chunk or chunk_size(w.shape[0], compute, x.device)
     tensors = tuple(None if t is None else t.detach() for t in tensors)
     tensors += (None,) * (_TENSORS - len(tensors))
-    if 0 < together * y.shape[1] <= chunk and y.shape[0] > 0 and not plain():
+    if 0 < together * y.shape[1] <= fit and y.shape[0] > 0 and not plain():
         loss, logp = _rule(
             w, x, b, y.long(), *tensors, loss=_spell(name, tuple(options.items())),
-            compute=compute, **{**head._asdict(), "chunk": chunk},
+            compute=compute, **{**head._asdict(), "chunk": head.chunk or 0},
         )  # fmt: skip
         return loss, logp.detach()
     logp = fused_linear_logp(w, x, y, b=b, **head._asdict())
@@ -126,7 +126,7 @@ def _fwd(
         both, w, x.reshape(n * t, -1), b, y.reshape(-1), (sequence,), wanted,
         ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
         temperature=temperature, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
-        chunks=_whole(n // together, together, t, chunk),
+        chunks=functools.partial(_whole, n // together, together, t),
     )  # fmt: skip
     logp = logp.view(n, t)
     dx = None if dx is None else dx.view(x.shape)
@@ -134,9 +134,9 @@ def _fwd(
     return f(logp, y, *tensors), logp, *formed
 
 
-def _whole(groups: int, together: int, t: int, chunk: int) -> list[Chunk]:
+def _whole(groups: int, together: int, t: int, at_once: int) -> list[Chunk]:
     """Chunks of as many groups of sequences as fit, about as many in each."""
-    most = max(1, chunk // (together * t))
+    most = max(1, at_once // (together * t))
     each = -(-groups // -(-groups // most))
     return [
         tuple(
@@ -168,11 +168,11 @@ def _bwd(
 
 
 def _fake(
-    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *tensors: Any, compute: torch.dtype,
-    accum_dtype: torch.dtype, wanted: tuple[bool, ...], **_: Any,
+    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *tensors: Any, chunk: int,
+    compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...], **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dtype = wide(compute)
-    formed = formed_fake(w, x, b, compute, accum_dtype, wanted)
+    formed = formed_fake(w, x, b, chunk, compute, accum_dtype, wanted)
     return x.new_empty((), dtype=dtype), y.new_empty(y.shape, dtype=dtype), *formed
 
 

@@ -34,7 +34,7 @@ from liger_fn.ops._ce import (
     row_losses,
     row_pullback,
 )
-from liger_fn.ops._chunked import check_head, chunk_size, product_dtype
+from liger_fn.ops._chunked import check_head, product_dtype
 from liger_fn.ops._linear_rules import ce_rows_rule, stats_rule, sum_rule
 
 # -- reference: the row pass in plain torch; the rest is the loop of _chunked ----------------------
@@ -211,7 +211,7 @@ def _call(
     check_options(op, y, w.shape[0], row, reduction, z_loss, u, n_valid)
     y, compute = y.long(), product_dtype(w, x, b)
     options: dict[str, Any] = {**row._asdict(), "compute": compute, "accum_dtype": accum_dtype}
-    options["chunk"] = chunk or chunk_size(w.shape[0], compute, x.device)
+    options["chunk"] = chunk or 0
     weight = None if class_weight is None else class_weight.detach()
     a = (w, x.reshape(-1, x.shape[-1]), b, y.reshape(-1), weight)
     if reduction == "none":

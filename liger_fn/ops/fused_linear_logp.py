@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from liger_fn._check import check_positive
-from liger_fn.ops._chunked import Rows, check_head, chunk_size, product_dtype
+from liger_fn.ops._chunked import Rows, check_head, product_dtype
 from liger_fn.ops._linear_rules import primal_dtypes, rows_rule
 from liger_fn.ops._logp import logp_loop, logp_passes
 
@@ -166,7 +166,7 @@ def _call(
     out = rule(
         w, x.reshape(-1, x.shape[-1]), b, y.long().reshape(-1), ignore_index=ignore_index,
         logit_scale=logit_scale, softcap=softcap, temperature=temperature,
-        chunk=chunk or chunk_size(w.shape[0], compute, x.device), compute=compute,
+        chunk=chunk or 0, compute=compute,
         accum_dtype=accum_dtype,
     )  # fmt: skip
     return tuple(t.view(y.shape) for t in ((out,) if isinstance(out, Tensor) else out))

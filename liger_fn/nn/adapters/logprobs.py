@@ -50,15 +50,16 @@ def token_logprobs(
 
 
 def _logp(logits: Any, *, y: Tensor, temperature: float, ignore_index: int) -> Tensor:
-    y = y.to(logits.device)
-    if not isinstance(logits, DeferredLogits) or logits.form() is None:  # LoRA on the head, say
-        z = logits.value() if isinstance(logits, DeferredLogits) else logits
-        return -liger_fn.cross_entropy(
-            z, y, logit_scale=1.0 / temperature, ignore_index=ignore_index, reduction="none"
-        )
-
     def formed(x: Tensor, w: Tensor, b: Tensor | None, **form: Any) -> Tensor:
         options = {**form, "temperature": temperature, "ignore_index": ignore_index}
-        return liger_fn.fused_linear_logp(w, x, y, b=b, **options)
+        return liger_fn.fused_linear_logp(w, x, y.to(x.device), b=b, **options)
 
-    return logits.through(formed)
+    if isinstance(logits, DeferredLogits):
+        logp = logits.through(formed)
+        if logp is not None:
+            return logp
+        logits = logits.value()
+    return -liger_fn.cross_entropy(  # LoRA on the head, say
+        logits, y.to(logits.device), logit_scale=1.0 / temperature, ignore_index=ignore_index,
+        reduction="none",
+    )  # fmt: skip
