@@ -120,14 +120,69 @@ def capped_slope(z, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 
 @triton.jit
-def online(top, total, z, SCALE: tl.constexpr):
-    """Take a block into a running maximum (a scalar) and sums of exp(SCALE * (z - top)) (a block).
+def load_capped(z_ptr, mask, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """What `capped` makes of logits; -inf outside of the mask."""
+    if CAP == 0.0 and SCALE > 0.0:
+        z = up(tl.load(z_ptr, mask, other=-float("inf"))) * SCALE
+    else:  # after the cap: tanh(-inf) is -1
+        z = capped(tl.load(z_ptr, mask, other=0.0), SCALE, CAP)
+        z = tl.where(mask, z, -float("inf"))
+    return z
 
-    On line: Milakov and Gimelshein, 2018, arXiv:1805.02867.
+
+@triton.jit
+def by_lane(x):
+    """A block as rows of 8 columns, its lanes: a thread holds one, sums along it cross none."""
+    LANE: tl.constexpr = 8 if x.shape[0] >= 8 else x.shape[0]
+    return tl.reshape(x, (x.shape[0] // LANE, LANE))
+
+
+@triton.jit
+def of_lanes(value, BLOCK: tl.constexpr):
+    """Return `value`, a scalar, for each lane of a block."""
+    return tl.zeros((BLOCK // 8 if BLOCK >= 8 else 1,), value.dtype) + value
+
+
+@triton.jit
+def online(top, total, z, SCALE: tl.constexpr):
+    """Take a block, by lane, into maxima and sums of exp(SCALE * (z - top)) of each lane.
+
+    On line: Milakov and Gimelshein, 2018, arXiv:1805.02867. `whole` joins the lanes, once a row.
     """
-    new = tl.maximum(top, tl.max(z))
+    new = tl.maximum(top, tl.max(z, 1))
     shift = tl.where(new == -float("inf"), 0.0, new)  # -inf - -inf is NaN: nothing seen so far
-    return new, total * tl.exp((top - shift) * SCALE) + tl.exp((z - shift) * SCALE)
+    e = tl.exp((z - shift[:, None]) * SCALE)
+    return new, total * tl.exp((top - shift) * SCALE) + tl.sum(e, 1)
+
+
+@triton.jit
+def whole(top, total, SCALE: tl.constexpr):
+    """The maximum of a row, and its sum of exp(SCALE * (z - maximum))."""
+    high = tl.max(top)
+    shift = tl.where(high == -float("inf"), 0.0, high)
+    return high, tl.sum(total * tl.exp((top - shift) * SCALE))
+
+
+@triton.jit
+def ahead_in_lanes(z, zy, first, y):
+    """Lanes with an entry that comes before z[y] in order: larger, or as large and further left.
+
+    `first` is the column where each lane begins. The lane of y itself is `ahead_beside`.
+    """
+    LANE: tl.constexpr = z.shape[1]
+    high = tl.max(z, 1)
+    left = (first + LANE <= y) & (high >= zy)
+    return (left | ((first > y) & (high > zy))).to(tl.int32)
+
+
+@triton.jit
+def ahead_beside(
+    z_ptr, zy, y, v, SCALE: tl.constexpr, CAP: tl.constexpr, COLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    LANE: tl.constexpr = 8 if BLOCK >= 8 else BLOCK
+    col = y // LANE * LANE + tl.arange(0, LANE)
+    z = load_capped(z_ptr + col, col < v, SCALE, CAP) * COLD
+    return tl.sum(((z > zy) | ((z == zy) & (col < y))).to(tl.int32))
 
 
 @triton.jit
@@ -145,23 +200,25 @@ def ce_row(
     at = tl.where(bad, 0, y)
     steps = tl.where(y == IGNORE, 0, v)  # an ignored row is not read
     zy = capped(tl.load(z_ptr + at), SCALE, CAP)
-    top = zy
     col = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), zy.dtype)
+    tops = of_lanes(zy, BLOCK)
+    totals = of_lanes(tl.full((), 0.0, zy.dtype), BLOCK)
     spread = tl.zeros((BLOCK,), zy.dtype)
-    ahead = tl.zeros((BLOCK,), tl.int32)
+    ahead = of_lanes(tl.full((), 0, tl.int32), BLOCK)
+    first = tl.min(by_lane(col), 1)
     for k in range(0, steps, BLOCK):
         mask = k + col < v
-        z = capped(tl.load(z_ptr + k + col, mask, other=0.0), SCALE, CAP)
-        z = tl.where(mask, z, -float("inf"))  # after the cap: tanh(-inf) is -1
-        top, total = online(top, total, z, 1.0)
-        ahead += ((z > zy) | ((z == zy) & (k + col < at))).to(tl.int32)
+        z = load_capped(z_ptr + k + col, mask, SCALE, CAP)
+        tops, totals = online(tops, totals, by_lane(z), 1.0)
+        ahead += ahead_in_lanes(by_lane(z), zy, k + first, at)
         if SMOOTHING != 0.0:  # sum of weight * (z[y] - z); the rest of weight * (lse - z) is gap
             gap = tl.where(mask, zy - z, 0.0)
             if weight_ptr is not None:
                 gap *= tl.load(weight_ptr + k + col, mask, other=0.0).to(zy.dtype)
             spread += gap
-    logsum = tl.log(tl.sum(total))
+    top, total = whole(tops, totals, 1.0)
+    logsum = tl.log(total)
+    before = tl.sum(ahead) + ahead_beside(z_ptr, zy, at, v, SCALE, CAP, 1.0, BLOCK)
     own = tl.full((), 1.0, zy.dtype)
     weights = own * v
     if weight_ptr is not None:
@@ -175,7 +232,7 @@ def ce_row(
     zsq = own * (top + logsum) * (top + logsum)
     nan = tl.where(bad, float("nan"), 0.0)
     nll, zsq = tl.where(y == IGNORE, 0.0, nll + nan), tl.where(y == IGNORE, 0.0, zsq + nan)
-    return nll, zsq, (tl.sum(ahead) == 0) & (y != IGNORE) & (bad == 0), top, logsum
+    return nll, zsq, (before == 0) & (y != IGNORE) & (bad == 0), top, logsum
 
 
 @triton.jit
@@ -212,15 +269,17 @@ def ce_pull(d_nll_ptr, d_zsq_ptr, row, y, weight_ptr, weights_ptr, v, lse, SMOOT
 @triton.jit
 def ce_store_gradient(
     z_ptr, dz_ptr, weight_ptr, col, v, y, top, logsum, pull, target, spread,
-    SCALE: tl.constexpr, CAP: tl.constexpr,
+    SMOOTHING: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Write pull * p - spread * weight - target at y, back through cap and scale, at `col`."""
     mask = col < v
     z, slope = capped_slope(tl.load(z_ptr + col, mask, other=0.0), SCALE, CAP)
-    weight = 1.0
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + col, mask, other=0.0).to(z.dtype)
-    g = pull * tl.exp((z - top) - logsum) - spread * weight - tl.where(col == y, target, 0.0)
+    g = pull * tl.exp((z - top) - logsum) - tl.where(col == y, target, 0.0)
+    if SMOOTHING != 0.0:
+        weight = 1.0
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + col, mask, other=0.0).to(z.dtype)
+        g -= spread * weight
     tl.store(dz_ptr + col, g * slope * SCALE, mask)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_fn._launch import launch, tl, triton
-from liger_fn._math import capped, online, overwrite, wide
+from liger_fn._math import by_lane, capped, load_capped, of_lanes, online, overwrite, whole, wide
 
 # -- reference -------------------------------------------------------------------------------------
 
@@ -67,22 +67,24 @@ def _topk_sums(
 ):  # fmt: skip
     """Maximum and sum of exponentials of open columns, of all columns; the teacher's open share."""
     col = tl.arange(0, BLOCK)
-    top = tl.full((), -float("inf"), dtype)
-    sums, p = tl.zeros((BLOCK,), dtype), tl.zeros((BLOCK,), dtype)
+    tops = of_lanes(tl.full((), -float("inf"), dtype), BLOCK)
+    sums, p = of_lanes(tl.full((), 0.0, dtype), BLOCK), tl.zeros((BLOCK,), dtype)
     holes = tl.zeros((BLOCK,), tl.int32)
     for i in range(0, v, BLOCK):
         z, hole = _open(z_ptr, i + col, v, SCALE, CAP)
-        top, sums = online(top, sums, z, COLD)
+        tops, sums = online(tops, sums, by_lane(z), COLD)
         holes += hole.to(tl.int32)
-    high, total = top, sums
+    highs, totals = tops, sums
     for i in range(0, k, BLOCK):
         mask = i + col < k
-        z = capped(tl.load(known_ptr + i + col, mask, other=0.0), SCALE, CAP)
-        high, total = online(high, total, tl.where(mask, z, -float("inf")), COLD)
+        z = load_capped(known_ptr + i + col, mask, SCALE, CAP)
+        highs, totals = online(highs, totals, by_lane(z), COLD)
         p += tl.exp(tl.load(logp_ptr + i + col, mask, other=-float("inf")).to(dtype))
+    top, open_sum = whole(tops, sums, COLD)
+    high, total = whole(highs, totals, COLD)
     high += tl.where(tl.sum(holes) > k, float("nan"), 0.0)  # a NaN that is the student's own
     rest = tl.where(k < v, 1.0 - tl.sum(p), 0.0)
-    return top, tl.sum(sums), high, tl.sum(total), tl.where(rest < 0.0, 0.0, rest)
+    return top, open_sum, high, total, tl.where(rest < 0.0, 0.0, rest)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Device functions of a divergence of two rows of logits: the algebra stands in `_divergence`."""
 
 from liger_fn._launch import tl, triton
-from liger_fn._math import capped, online, quotient
+from liger_fn._math import by_lane, load_capped, of_lanes, online, quotient, whole
 
 
 @triton.jit
@@ -31,15 +31,17 @@ def divergence_row(
         sum(exp(SCALE * (z - maximum))), the sum of the terms.
     """
     col = tl.arange(0, BLOCK)
-    top_q = tl.full((), -float("inf"), dtype)
-    zeros = tl.zeros((BLOCK,), dtype)
-    top_p, sums_q, sums_p = top_q, zeros, zeros
+    tops_q = of_lanes(tl.full((), -float("inf"), dtype), BLOCK)
+    sums_q = of_lanes(tl.full((), 0.0, dtype), BLOCK)
+    tops_p, sums_p = tops_q, sums_q
     for k in range(0, v, BLOCK):
         zq, zp = divergence_load(zq_ptr, zp_ptr, k + col, v, dtype, SCALE_Q, CAP_Q, SCALE_P, CAP_P)
-        top_q, sums_q = online(top_q, sums_q, zq, SCALE)
-        top_p, sums_p = online(top_p, sums_p, zp, SCALE)
-    sum_q, sum_p = tl.sum(sums_q), tl.sum(sums_p)
-    value, b_sums, a_sums = zeros, zeros, zeros
+        tops_q, sums_q = online(tops_q, sums_q, by_lane(zq), SCALE)
+        tops_p, sums_p = online(tops_p, sums_p, by_lane(zp), SCALE)
+    top_q, sum_q = whole(tops_q, sums_q, SCALE)
+    top_p, sum_p = whole(tops_p, sums_p, SCALE)
+    value = tl.zeros((BLOCK,), dtype)
+    b_sums, a_sums = value, value
     for k in range(0, v, BLOCK):
         zq, zp = divergence_load(zq_ptr, zp_ptr, k + col, v, dtype, SCALE_Q, CAP_Q, SCALE_P, CAP_P)
         _, _, b, a = divergence_terms(zq, zp, top_q, sum_q, top_p, sum_p, KIND, BETA, SCALE)
@@ -52,11 +54,9 @@ def divergence_load(
     zq_ptr, zp_ptr, col, v, dtype: tl.constexpr, SCALE_Q: tl.constexpr = 1.0,
     CAP_Q: tl.constexpr = 0.0, SCALE_P: tl.constexpr = 1.0, CAP_P: tl.constexpr = 0.0,
 ):  # fmt: skip
-    mask = col < v
-    zq = capped(tl.load(zq_ptr + col, mask, other=0.0), SCALE_Q, CAP_Q).to(dtype)
-    zp = capped(tl.load(zp_ptr + col, mask, other=0.0), SCALE_P, CAP_P).to(dtype)
-    # -inf in both: probability 0 on either side, terms of exactly 0
-    return tl.where(mask, zq, -float("inf")), tl.where(mask, zp, -float("inf"))
+    # -inf outside, in both: probability 0 on either side, terms of exactly 0
+    zq = load_capped(zq_ptr + col, col < v, SCALE_Q, CAP_Q).to(dtype)
+    return zq, load_capped(zp_ptr + col, col < v, SCALE_P, CAP_P).to(dtype)
 
 
 @triton.jit

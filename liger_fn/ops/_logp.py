@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from liger_fn._launch import launch, row_tile, tl, triton
-from liger_fn._math import capped, capped_slope, wide
+from liger_fn._math import (
+    ahead_beside,
+    ahead_in_lanes,
+    by_lane,
+    capped,
+    capped_slope,
+    load_capped,
+    of_lanes,
+    online,
+    whole,
+    wide,
+)
 from liger_fn.ops._ce import Row, out_of_range, slope, transformed
 from liger_fn.ops._chunked import Chunk, Rows, head_loop
 
@@ -64,37 +75,48 @@ def _row(
 ):  # fmt: skip
     """One pass over a row: z[y] - top, top, log of the sum, entropy, log_sum_sq, mean, is_top1."""
     zy = capped(tl.load(z_ptr + y), SCALE, CAP) * COLD
-    top = zy
     col = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), zy.dtype)
-    along = tl.zeros((BLOCK,), zy.dtype)  # sum of exp(u) * u
-    squares = tl.zeros((BLOCK,), zy.dtype)
-    plain = tl.zeros((BLOCK,), zy.dtype)
-    ahead = tl.zeros((BLOCK,), tl.int32)
+    first = tl.min(by_lane(col), 1)
+    zero = of_lanes(tl.full((), 0.0, zy.dtype), BLOCK)
+    tops, total, along, squares, plain = zero + zy, zero, zero, zero, zero  # along: sum of exp(u) u
+    ahead = of_lanes(tl.full((), 0, tl.int32), BLOCK)
     for k in range(0, v, BLOCK):
         mask = k + col < v
-        z = capped(tl.load(z_ptr + k + col, mask, other=0.0), SCALE, CAP) * COLD
+        z = by_lane(load_capped(z_ptr + k + col, mask, SCALE, CAP) * COLD)
         if STATS:
-            plain += tl.where(mask, z, 0.0)
-            ahead += (mask & ((z > zy) | ((z == zy) & (k + col < y)))).to(tl.int32)
-        z = tl.where(mask, z, -float("inf"))  # after the cap: tanh(-inf) is -1
-        new = tl.maximum(top, tl.max(z))
-        shift = tl.where(new == -float("inf"), 0.0, new)
-        fall = tl.exp(top - shift)
-        e = tl.exp(z - shift)
-        if STATS:
-            down = tl.where(top == -float("inf"), 0.0, top - shift)
-            along = (along + total * down) * fall + tl.where(e == 0.0, 0.0, e * (z - shift))
-            squares = squares * fall * fall + e * e
-        total = total * fall + e
-        top = new
-    sums = tl.sum(total)
+            plain += tl.sum(tl.where(by_lane(mask), z, 0.0), 1)
+            ahead += ahead_in_lanes(z, zy, k + first, y)
+            new = tl.maximum(tops, tl.max(z, 1))
+            shift = tl.where(new == -float("inf"), 0.0, new)
+            along, squares = _shifted(along, squares, total, tops, shift)
+            u = z - shift[:, None]
+            e = tl.exp(u)
+            along += tl.sum(tl.where(e == 0.0, 0.0, e * u), 1)
+            squares += tl.sum(e * e, 1)
+            total = total * tl.exp(tops - shift) + tl.sum(e, 1)
+            tops = new
+        else:
+            tops, total = online(tops, total, z, 1.0)
+    top, sums = whole(tops, total, 1.0)
     logsum = tl.log(sums)
+    before = tl.full((), 0, tl.int32)
+    if STATS:
+        along, squares = _shifted(
+            along, squares, total, tops, tl.where(top == -float("inf"), 0.0, top)
+        )
+        before = tl.sum(ahead) + ahead_beside(z_ptr, zy, y, v, SCALE, CAP, COLD, BLOCK)
     sum_sq = tl.log(tl.sum(squares)) - 2.0 * logsum
     return (
-        zy - top, top, logsum, logsum - tl.sum(along) / sums, sum_sq, tl.sum(plain) / v,
-        tl.sum(ahead) == 0,
+        zy - top, top, logsum, logsum - tl.sum(along) / sums, sum_sq, tl.sum(plain) / v, before == 0
     )  # fmt: skip
+
+
+@triton.jit
+def _shifted(along, squares, total, top, shift):
+    """Sums of exp(u) * u and exp(2 u), u = z - top, as of u = z - shift."""
+    down = tl.where(top == -float("inf"), 0.0, top - shift)
+    fall = tl.exp(top - shift)
+    return (along + total * down) * fall, squares * fall * fall
 
 
 @triton.jit

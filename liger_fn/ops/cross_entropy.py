@@ -94,7 +94,7 @@ def _bwd_kernel(
     )
     ce_store_gradient(
         z_ptr + row * v, dz_ptr + row * v, weight_ptr, col, v, y, top, logsum, pull, target, spread,
-        SCALE, CAP,
+        SMOOTHING, SCALE, CAP,
     )  # fmt: skip
 
 

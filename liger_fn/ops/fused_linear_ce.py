@@ -82,7 +82,7 @@ def _rows_kernel(
             for k in range(0, v, BLOCK):
                 ce_store_gradient(
                     z_ptr, dz_ptr, weight_ptr, k + col, v, y, top, logsum, pull, target, spread,
-                    SCALE, CAP,
+                    SMOOTHING, SCALE, CAP,
                 )  # fmt: skip
 
 
