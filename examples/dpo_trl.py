@@ -7,7 +7,7 @@ The pairs are those of dpo_loop.py: a line of a docstring is chosen over a line 
 TRL's own trainer; `liger_fn` is the subclass below, whose log-probabilities come from
 `token_logprobs` and whose loss from `dpo_from_logp`: the logits of no sequence are in memory, nor
 are they under TRL 1.16. Each runs in a process of its own, and a table compares time, peak memory
-and loss, after about two minutes on two idle cores. Nothing is downloaded unless --model names it.
+and loss, after about two minutes of processor time. Nothing is downloaded unless --model names it.
 
 Needs `pip install -e ".[examples,hf]" "trl==1.16.*"` in the checkout.
 """

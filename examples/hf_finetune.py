@@ -6,8 +6,9 @@
 One line differs between the runs: `adapt(model)`. Both train on the source of Python's standard
 library, each in a process of its own, and a table compares time, peak memory and loss. A random
 model gets a tokenizer that is trained here; on a GPU it has 1.24 B parameters instead of 8 M and
-runs under bfloat16 autocast. On a CPU liger_fn runs its references in plain torch, which save memory,
-not time: about two minutes on two idle cores. Nothing is downloaded unless --model names it.
+runs under bfloat16 autocast. On a CPU liger_fn runs its references in plain torch, which save
+memory, not time: about two minutes of processor time in all. Nothing is downloaded unless --model
+names it.
 
 Needs `pip install -e ".[examples,hf]"` in the checkout.
 """
