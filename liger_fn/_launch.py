@@ -107,6 +107,11 @@ def row_tile(n: int, limit: int | None = None) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 
 
+def stages(n: int) -> int:
+    """How many rows of n elements a persistent loop has on their way at once."""
+    return 1
+
+
 @functools.cache
 def _processors(device: torch.device) -> int:
     if device.type == "cuda":

@@ -19,7 +19,17 @@ import torch
 from torch import Tensor
 
 from liger_fn._check import check_tensors
-from liger_fn._launch import by_group, join_strips, launch, row_tile, rows_of, strips, tl, triton
+from liger_fn._launch import (
+    by_group,
+    join_strips,
+    launch,
+    row_tile,
+    rows_of,
+    stages,
+    strips,
+    tl,
+    triton,
+)
 from liger_fn._math import cast, moments, normalised, up, wide
 from liger_fn._vjp import custom_vjp
 
@@ -107,7 +117,7 @@ def _means_kernel(
 @triton.jit
 def _bwd_kernel(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr, dx_ptr, dw_ptr, db_ptr, m, n,
-    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # one strip of the m rows of a group and one block of columns: the sums for dw and db stay in
     # registers
@@ -119,7 +129,7 @@ def _bwd_kernel(
     gain = dw + 1.0
     if w_ptr is not None:
         gain = up(tl.load(w_ptr + group * n + col, mask, other=0.0))
-    for i in range(strip, m, tl.num_programs(0)):
+    for i in tl.range(strip, m, tl.num_programs(0), num_stages=STAGES):
         row = group * m + i
         dy = tl.load(dy_ptr + row * n + col, mask, other=0.0).to(dw.dtype)
         db += dy
@@ -170,7 +180,8 @@ def _bwd_triton(
         c = mean.new_empty(g * m, 2)
         launch(_means_kernel, (g * m,), *rows, c, n, m, **tile)
     launch(
-        _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), *rows, c, dx, dw, db, m, n, **tile,
+        _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), *rows, c, dx, dw, db, m, n, STAGES=stages(n),
+        **tile,
     )  # fmt: skip
     return dx, join_strips(dw, w, groups), join_strips(db, b, groups)
 
