@@ -190,7 +190,7 @@ def rows_triton(
     value = torch.empty_like(y, dtype=wide(z.dtype))
     a = torch.ones_like(value) if a is None else a.to(value.dtype).contiguous()
     ours, theirs = ((row.logit_scale, row.cap) for row in (student, teacher))
-    more = {"IGNORE": student.ignore_index, **row_tile(z.shape[1], 4096)}
+    more = {"IGNORE": student.ignore_index, **row_tile(z.shape[1], 2048, 256)}
     if at is not None:
         topk_triton(
             z, y, a, zt, at, value, SCALE=ours[0], CAP=ours[1], COLD=1 / temperature, PULL=gradient,

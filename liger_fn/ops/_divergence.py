@@ -179,7 +179,7 @@ def _fwd_triton(
     zq, zp = (rows_of(z, v).contiguous() for z in (student, teacher))
     launch(
         _fwd_kernel, (zq.shape[0],), zq, zp, contiguous(y), value, stats, v,
-        KIND=kind, BETA=beta, SCALE=1 / temperature, IGNORE=ignore_index, **row_tile(v, 4096),
+        KIND=kind, BETA=beta, SCALE=1 / temperature, IGNORE=ignore_index, **row_tile(v, 2048, 256),
     )  # fmt: skip
     return value, stats
 

@@ -191,7 +191,7 @@ def _rows_triton(
     launch(
         _rows_kernel, (m,), z, z if gradient else None, y.contiguous(), d, out, is_top1, z.shape[1],
         IGNORE=row.ignore_index, SCALE=row.logit_scale, CAP=row.cap, COLD=1 / temperature,
-        COLUMNS=columns, **row_tile(z.shape[1], 4096),
+        COLUMNS=columns, **row_tile(z.shape[1], 2048 if stats else 4096),
     )  # fmt: skip
     parts = (*out.unbind(-1), is_top1) if stats else out.unbind(-1)
     return parts, z if gradient else None  # type: ignore[return-value]  # is_top1 with stats exists

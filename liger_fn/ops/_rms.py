@@ -14,8 +14,7 @@ from liger_fn._launch import (
     join_strips,
     launch,
     row_tile,
-    stages,
-    strips,
+    strip_tile,
     tl,
     triton,
 )
@@ -148,10 +147,10 @@ def bwd_triton(
     dtypes: tuple[torch.dtype, ...] = (),
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Give dx and dw; with dtypes of two gradients of x those (one tensor if alike) and dw."""
-    n, g, tile = x.shape[-1], groups or 1, row_tile(x.shape[-1])
+    n, g = x.shape[-1], groups or 1
     dy, rstd, gain = dy.contiguous(), rstd.contiguous(), by_group(w, groups)
     x, m = x.contiguous(), rstd.numel() // g
-    p = strips(m, x.device, 8)
+    p, stages, tile = strip_tile(m, n, x)
     one, *two = dict.fromkeys(dtypes or (x.dtype,))
     dx = x.new_empty(x.shape, dtype=one) if wanted[0] else None
     dresidual = x.new_empty(x.shape, dtype=two[0]) if two and wanted[0] else None
@@ -162,7 +161,7 @@ def bwd_triton(
         launch(_mean_kernel, (g * m,), dy, x, gain, rstd, c, n, m, OFFSET=offset, **tile)
     launch(
         _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), dy, contiguous(ds), x, gain, rstd, c, dx,
-        dresidual, dw, m, n, OFFSET=offset, CASTING=casting, STAGES=stages(n), **tile,
+        dresidual, dw, m, n, OFFSET=offset, CASTING=casting, STAGES=stages, **tile,
     )  # fmt: skip
     both = (dx, dresidual if two else dx)[: max(1, len(dtypes))]
     return *both, join_strips(dw, w, groups)

@@ -27,7 +27,6 @@ from liger_fn._launch import (
     launch,
     row_tile,
     rows_of,
-    stages,
     strips,
     tl,
     triton,
@@ -86,8 +85,7 @@ def _fwd_kernel(x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, n, per_group, BLOCK: tl.c
 
 @triton.jit
 def _bwd_kernel(
-    dy_ptr, x_ptr, alpha_ptr, w_ptr, dx_ptr, dalpha_ptr, dw_ptr, db_ptr, m, n,
-    STAGES: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, x_ptr, alpha_ptr, w_ptr, dx_ptr, dalpha_ptr, dw_ptr, db_ptr, m, n, BLOCK: tl.constexpr
 ):  # fmt: skip
     # one strip of the m rows of a group and one block of columns: the sums stay in registers
     strip, group, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -100,7 +98,7 @@ def _bwd_kernel(
     gain = dw + 1.0
     if w_ptr is not None:
         gain = up(tl.load(w_ptr + group * n + col, mask, other=0.0))
-    for i in tl.range(strip, m, tl.num_programs(0), num_stages=STAGES):
+    for i in range(strip, m, tl.num_programs(0)):
         at = (group * m + i) * n + col
         dy = tl.load(dy_ptr + at, mask, other=0.0).to(alpha.dtype)
         db += dy
@@ -145,7 +143,7 @@ def _bwd_triton(
     dw, db = (a.new_empty(g, p, n) if asked else None for asked in wanted[2:])
     launch(
         _bwd_kernel, (p, g, blocks), dy.contiguous(), x.contiguous(), a, by_group(w, groups), dx,
-        dalpha, dw, db, m, n, STAGES=stages(n), **tile,
+        dalpha, dw, db, m, n, **tile,
     )  # fmt: skip
     if dalpha is not None:
         dalpha = dalpha.sum((1, 2) if groups else None).to(alpha.dtype)

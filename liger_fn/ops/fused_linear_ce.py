@@ -99,7 +99,7 @@ def _rows_triton(
         _rows_kernel, (y.numel(),), z, z if gradient else None, y, contiguous(class_weight),
         weights, contiguous(a), contiguous(e), nll, zsq, correct, z.shape[1],
         IGNORE=row.ignore_index, SMOOTHING=row.label_smoothing, SCALE=row.logit_scale, CAP=row.cap,
-        **row_tile(z.shape[1], 4096),
+        **row_tile(z.shape[1]),
     )  # fmt: skip
     return (nll, zsq, correct), z if gradient else None
 

@@ -25,8 +25,7 @@ from liger_fn._launch import (
     launch,
     row_tile,
     rows_of,
-    stages,
-    strips,
+    strip_tile,
     tl,
     triton,
 )
@@ -158,7 +157,7 @@ def _fwd_triton(
     rstd, m = torch.empty_like(mean), mean.numel()
     launch(
         _fwd_kernel, (m,), x.contiguous(), by_group(w, groups), by_group(b, groups), y, mean, rstd,
-        n, m // (groups or 1), EPS=eps, **row_tile(n),
+        n, m // (groups or 1), EPS=eps, **row_tile(n, per_warp=1024),
     )  # fmt: skip
     return y, mean, rstd
 
@@ -167,12 +166,12 @@ def _bwd_triton(
     dy: Tensor, x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, rstd: Tensor, *,
     eps: float, wanted: tuple[bool, ...], groups: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    n, g, tile = x.shape[-1], groups or 1, row_tile(x.shape[-1])
+    n, g = x.shape[-1], groups or 1
     rows = (
         dy.contiguous(), x.contiguous(), by_group(w, groups), mean.contiguous(), rstd.contiguous(),
     )  # fmt: skip
     m = mean.numel() // g
-    p = strips(m, x.device, 8)
+    p, stages, tile = strip_tile(m, n, x, 1024)
     dx = x.new_empty(x.shape) if wanted[0] else None
     dw, db = (mean.new_empty(g, p, n) if asked else None for asked in wanted[1:])
     c = None
@@ -180,7 +179,7 @@ def _bwd_triton(
         c = mean.new_empty(g * m, 2)
         launch(_means_kernel, (g * m,), *rows, c, n, m, **tile)
     launch(
-        _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), *rows, c, dx, dw, db, m, n, STAGES=stages(n),
+        _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), *rows, c, dx, dw, db, m, n, STAGES=stages,
         **tile,
     )  # fmt: skip
     return dx, join_strips(dw, w, groups), join_strips(db, b, groups)

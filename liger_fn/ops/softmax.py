@@ -83,14 +83,14 @@ def _load(dy_ptr, y_ptr, col, n):
 
 
 def _fwd_triton(x: Tensor) -> tuple[Tensor]:
-    n, tile = x.shape[-1], row_tile(x.shape[-1])
+    n, tile = x.shape[-1], row_tile(x.shape[-1], 16384)
     rows, y = rows_of(x, n).contiguous(), x.new_empty(x.shape)
     launch(_fwd_kernel, (rows.shape[0],), rows, y, n, FITS=n <= tile["BLOCK"], **tile)
     return (y,)
 
 
 def _bwd_triton(dy: Tensor, y: Tensor, *, wanted: tuple[bool, ...]) -> tuple[Tensor]:
-    n, tile = y.shape[-1], row_tile(y.shape[-1])
+    n, tile = y.shape[-1], row_tile(y.shape[-1], 8192 if y.shape[-1] <= 8192 else 4096)
     rows, dx = rows_of(y, n).contiguous(), y.new_empty(y.shape)
     launch(
         _bwd_kernel, (rows.shape[0],), dy.contiguous(), rows, dx, n, FITS=n <= tile["BLOCK"], **tile
