@@ -1,6 +1,6 @@
 """Measure every function on this machine beside others and keep what was found.
 
-`python -m benchmarks report` then writes the page and the plots, for which no GPU is needed.
+`python -m benchmarks model` trains a whole one. `python -m benchmarks report` then writes the page and the plots, for which no GPU is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import store
+from benchmarks import model, store
 from benchmarks.cases import OPS, Case, cases, label
 from benchmarks.peers import Peer
 from benchmarks.report import report
@@ -96,5 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["report"]:
         report(sys.argv[2:])
+    elif sys.argv[1:2] == ["model"]:
+        model.main(sys.argv[2:])
     else:
         main()

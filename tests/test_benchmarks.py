@@ -10,7 +10,7 @@ from torch import Tensor
 
 import liger_fn
 from benchmarks import __main__ as harness
-from benchmarks import store
+from benchmarks import model, store
 from benchmarks.cases import OPS, cases
 from benchmarks.measure import Inputs, rates
 from benchmarks.peers import Peer
@@ -206,3 +206,13 @@ def test_rates() -> None:
     found = rates(torch.device("cpu"), torch.float32, 0.0)
     assert found["copy"] > 0
     assert found["matmul"] == max(found["products"].values()) > 0
+
+
+def test_a_whole_model_is_trained_in_each_variant(capsys):
+    pytest.importorskip("transformers")
+    model.main(["--shape", "tiny", "--steps", "1", "--variant", "plain", "liger_fn"])
+    rows = [r.split("|")[1:-1] for r in capsys.readouterr().out.splitlines() if r.startswith("|")]
+    names, losses = [r[0].strip() for r in rows[2:]], [r[-1].split(",") for r in rows[2:]]
+    assert names == ["plain", "liger_fn"]
+    plain, ours = (torch.tensor([float(x) for x in each]) for each in losses)
+    torch.testing.assert_close(ours, plain, rtol=2e-3, atol=0)  # bfloat16, another order of sums
