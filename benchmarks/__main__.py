@@ -1,6 +1,7 @@
 """Measure every function on this machine beside others and keep what was found.
 
-`python -m benchmarks model` trains a whole one. `python -m benchmarks report` then writes the page and the plots, for which no GPU is needed.
+`python -m benchmarks report` then writes the page and the plots, for which no GPU is needed.
+`python -m benchmarks model` trains whole models.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ of its own. Prints tokens a second, peak memory and where the time of a step goe
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
 import sys
+import time
 from typing import Any
 
 import torch
@@ -73,7 +75,7 @@ def train(shape: str, variant: str, rows: int, context: int, steps: int) -> dict
         optimizer.zero_grad()
         marks.append(mark(device))
         losses.append(loss.item())
-        times.append([b - a for a, b in zip(marks, marks[1:], strict=False)])
+        times.append([b - a for a, b in itertools.pairwise(marks)])
     parts = [statistics.median(part) for part in zip(*times[1:], strict=True)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     return {
@@ -83,8 +85,6 @@ def train(shape: str, variant: str, rows: int, context: int, steps: int) -> dict
 
 
 def mark(device: torch.device) -> float:
-    import time
-
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
