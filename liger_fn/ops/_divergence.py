@@ -207,6 +207,7 @@ _rows = custom_vjp(
     bwd={"reference": _bwd_ref, "triton": _bwd_triton},
     differentiable=("student", "teacher"),
     rows=("student", "teacher", "y"),
+    axes="... [v], ... [v], ... -> ..., ... [s]",
 )
 
 

@@ -143,6 +143,7 @@ _rows = custom_vjp(
     differentiable=("logits",),
     rows=("logits", "y"),
     outputs=3,
+    axes="... [v], ..., [v] -> ..., ..., ..., ..., ...",
 )
 
 
