@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 WORLDS = (2, 4)
-SECONDS = 120  # that a collective may wait for the other ranks
+SECONDS = 60  # that a collective may wait for the other ranks
 LIMIT = 900  # of all tests of one world
 ROOT = Path(__file__).parents[1]
 
@@ -70,49 +72,41 @@ def _spawn(module: str, world: int, home: Path, names: list[str]) -> dict[str, s
     (home / "meet").unlink(missing_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD": str(world)}
     command = [sys.executable, "-m", "tests.ranks", module, str(home), *names]
-    logs = [(home / f"log{rank}").open("wb") for rank in range(world)]
-    ranks = [
-        subprocess.Popen(
-            command, cwd=ROOT, env={**env, "RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT
+    with (home / "log").open("wb") as log:
+        ranks = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
         )
-        for rank, log in enumerate(logs)
-    ]  # fmt: skip
-    late = False
-    try:
-        for process in ranks:
-            process.wait(LIMIT)
-    except subprocess.TimeoutExpired:
-        late = True
-    finally:
-        for process, log in zip(ranks, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
+        late = ""
+        try:
+            ranks.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            late = f"more than {LIMIT} s; "
+        with suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
     found: dict[str, str] = {}
     for name in names:
         parts = [home / f"rank{rank}-{name}" for rank in range(world)]
         texts = [p.read_text() if p.exists() else "no answer" for p in parts]
         bad = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         if bad:
-            tails = [(home / f"log{rank}").read_bytes()[-2000:].decode() for rank in range(world)]
-            ended = f"more than {LIMIT} s; " if late else ""
-            return {**found, name: ended + "\n".join(bad + (tails if "no answer" in texts else []))}
+            tail = (home / "log").read_bytes()[-2000:].decode(errors="replace")
+            return {**found, name: "\n".join([late, *bad, tail])}
         found[name] = ""
     return found
 
 
 def device() -> torch.device:
     gpu = torch.cuda.device_count() >= int(os.environ["WORLD"])
-    return torch.device("cuda", int(os.environ["RANK"])) if gpu else torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("RANK", 0))) if gpu else torch.device("cpu")
 
 
-def main(module: str, home: str, *names: str) -> None:
-    """Be one rank."""
-    rank, world, kind = int(os.environ["RANK"]), int(os.environ["WORLD"]), device().type
+def be(rank: int, tests: Any, home: str, names: Sequence[str]) -> None:
+    """Run the tests as one rank."""
+    os.environ["RANK"], world, kind = str(rank), int(os.environ["WORLD"]), device().type
     torch.set_num_threads(1)
-    tests = importlib.import_module(module)
     if kind == "cuda":
-        torch.cuda.set_device(device())
+        torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo", init_method=f"file://{home}/meet", rank=rank,
         world_size=world, timeout=timedelta(seconds=SECONDS),
@@ -127,8 +121,20 @@ def main(module: str, home: str, *names: str) -> None:
             text = traceback.format_exc()
         Path(home, f"rank{rank}-{name}").write_text(text)
         if text:
-            os._exit(1)  # the others may wait in a collective that never comes: do not join them
+            return  # the others may wait in a collective that never comes
     dist.destroy_process_group()
+
+
+def main(module: str, home: str, *names: str) -> None:
+    """Import once, then become all ranks; the first that fails ends the run."""
+    tests, ranks = importlib.import_module(module), []
+    for rank in range(int(os.environ["WORLD"])):
+        if not (pid := os.fork()):
+            be(rank, tests, home, names)
+            os._exit(0)
+        ranks.append(pid)
+    for pid in ranks:
+        os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

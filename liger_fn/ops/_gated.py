@@ -218,7 +218,7 @@ def packed(name: str) -> Callable[..., Any]:
         bwd={"reference": _packed_bwd_ref, "triton": _packed_bwd_triton},
         differentiable=("gate_up",),
         rows=("gate_up",),
-        axes="... [n] -> ... [n]",
+        axes="... [two_n] -> ... [n]",
     )
 
 
