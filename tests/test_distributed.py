@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import liger_fn
+from liger_fn.nn import FusedLinearCrossEntropyLoss, LMHead, RMSNorm
 from tests.ranks import device, on_ranks
 
 
@@ -221,3 +229,423 @@ def test_compiled_functions_follow_the_same_rules():
         with liger_fn.using(backend):
             compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
             same(compiled, [draw(4, 8), draw(8)], [Shard(0), Replicate()], {0: Shard(0)})
+
+
+# -- models whose parameters are sharded -----------------------------------------------------------
+
+VOCAB = 13
+
+
+class Small(nn.Module):
+    """An embedding, a norm and a head."""
+
+    def __init__(self, tied: bool = False, chunk: int | None = None) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCAB, 8), RMSNorm(8)
+        loss = FusedLinearCrossEntropyLoss(chunk=chunk)
+        self.head = LMHead(8, VOCAB, bias=False, loss=loss)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor, y: Tensor, n_valid: Tensor | None = None) -> Tensor:
+        return self.head(self.norm(self.embed(x)), y, n_valid=n_valid)
+
+
+def twins(**options: Any) -> tuple[Small, Small]:
+    torch.manual_seed(1)
+    plain = Small(**options).double().to(device())
+    model = Small(**options).double().to(device())
+    model.load_state_dict(plain.state_dict())
+    return plain, model
+
+
+def batches(n: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (n, world, 6), the same on each rank."""
+    torch.manual_seed(2)
+    x, y = torch.randint(VOCAB, (2, n, dist.get_world_size(), 6)).to(device())
+    return x, y
+
+
+def agree(model: nn.Module, plain: nn.Module) -> None:
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        close(got.grad, want.grad)
+
+
+@on_ranks
+def test_fsdp_gathers_the_head_once_a_pass_and_reduces_its_gradient_once_however_many_chunks():
+    for chunk in (1, 4, None):
+        plain, model = twins(chunk=chunk)
+        for part in (model.head, model):
+            fully_shard(part)
+        (x,), (y,) = batches(1)
+        with CommDebugMode() as comms:
+            model(x[dist.get_rank()], y[dist.get_rank()]).backward()
+        # of the head once forward and once backward, of the rest, which stays whole, once
+        assert counts(comms) == {"_allgather_base_": 3, "_reduce_scatter_base_": 2}
+        plain(x, y).backward()
+        agree(model, plain)
+
+
+def counts(comms: CommDebugMode) -> dict[str, int]:
+    return {str(op).rsplit(".")[-1]: n for op, n in comms.get_comm_counts().items()}
+
+
+@on_ranks
+def test_a_head_tied_to_the_embedding_has_the_gradient_of_both():
+    for wrap in (fully_shard, nn.parallel.DistributedDataParallel):
+        plain, model = twins(tied=True)
+        wrapped = wrap(model)
+        (x,), (y,) = batches(1)
+        wrapped(x[dist.get_rank()], y[dist.get_rank()]).backward()
+        plain(x, y).backward()
+        agree(model, plain)
+
+
+@on_ranks
+def test_accumulated_over_micro_batches_with_the_global_count_it_is_the_mean_over_all_targets():
+    """Ranks have as many targets as they have: the last one none at all."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, y = batches(2)
+    y[0, :, 2:], y[:, -1] = -100, -100
+    mine = (y[:, rank] != -100).sum()
+    dist.all_reduce(mine)
+    n = mine / world  # FSDP and DDP take the mean over ranks
+    plain, model = twins()
+    plain(x, y).backward()
+    for part in (model.head, model):
+        fully_shard(part)
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        loss = model(x[step, rank], y[step, rank], n)
+        assert loss.isfinite()
+        loss.backward()
+    agree(model, plain)
+    _, bare = twins()
+    wrapped = nn.parallel.DistributedDataParallel(bare)
+    for step in range(2):
+        with nullcontext() if step else wrapped.no_sync():
+            wrapped(x[step, rank], y[step, rank], n).backward()
+    agree(bare, plain)
+
+
+@on_ranks
+def test_a_checkpoint_saved_by_shards_is_read_by_shards_and_by_one_process():
+    home = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(home)
+    plain, model = twins()
+    _, other = twins()
+    for part in (model.head, model, other):
+        fully_shard(part)
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+        plain.head.weight.mul_(2)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=home[0])
+    found = {"model": get_model_state_dict(other)}
+    dcp.load(found, checkpoint_id=home[0])
+    set_model_state_dict(other, found["model"])
+    whole = {"model": {k: torch.zeros_like(v) for k, v in plain.state_dict().items()}}
+    dcp.load(whole, checkpoint_id=home[0])
+    for name, want in plain.state_dict().items():
+        close(other.state_dict()[name], want)
+        close(whole["model"][name], want)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(home[0])
+
+
+@on_ranks
+def test_accelerate_prepares_a_head_as_any_other():
+    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "WORLD_SIZE": os.environ["WORLD"]}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, not used
+    from accelerate import Accelerator
+
+    accelerator, rank = Accelerator(cpu=device().type == "cpu"), dist.get_rank()
+    plain, model = twins()
+    x, y = batches(2)
+    prepared = accelerator.prepare(model)
+    for step in range(2):
+        with nullcontext() if step else accelerator.no_sync(prepared):
+            accelerator.backward(prepared(x[step, rank], y[step, rank]) / 2)
+    plain(x, y).backward()
+    agree(model, plain)
+
+
+@on_ranks
+def test_a_weight_that_a_module_does_not_hold_together_is_refused_with_the_cure():
+    _, model = twins()
+    fully_shard(model)
+    x, y = draw(3, 8), torch.zeros(3, dtype=torch.int64, device=device())
+    with pytest.raises(NotImplementedError, match="fused_linear_ce: .*nn.LMHead"):
+        liger_fn.fused_linear_ce(model.head.weight, x, y)
+    empty = nn.Parameter(torch.empty(0, dtype=torch.float64, device=device()))  # as ZeRO-3 leaves it
+    with pytest.raises(ValueError, match=r"w must have shape \(v, d\), got \(0,\) .*GatheredParam"):
+        liger_fn.fused_linear_ce(empty, x, y)
+    with pytest.raises(ValueError, match=r"axis n is 0 in w but 8 in x .*ZeRO-3"):
+        liger_fn.rms_norm(x, empty)
+
+
+# -- a sharded vocabulary --------------------------------------------------------------------------
+
+
+def cuts(v: int) -> list[Any]:
+    """Ways to say how v columns are cut, and the first and last column of this rank."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    each = -(-v // n)
+    uneven = [v - (n - 1), *[1] * (n - 1)]
+    ends = [0, *itertools.accumulate(uneven)]
+    return [
+        (v, min(v, rank * each), min(v, (rank + 1) * each)),
+        (uneven, ends[rank], ends[rank + 1]),
+    ]
+
+
+def options() -> dict[str, dict[str, Any]]:
+    v = VOCAB
+    weight = torch.linspace(0.5, 2, v, dtype=torch.float64, device=device())
+    tokens = torch.linspace(0, 1, 9, dtype=torch.float64, device=device())
+    return {
+        "plain": {},
+        "smooth": {"label_smoothing": 0.2, "class_weight": weight, "reduction": "sum"},
+        "z-loss": {"z_loss": 0.1, "softcap": 3.0, "logit_scale": 1.5, "label_smoothing": 0.1},
+        "weights": {"class_weight": weight, "token_weight": tokens, "n_valid": 7.0},
+    }
+
+
+def head(v: int = VOCAB) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(3)
+    y = torch.arange(9, device=device()) % v
+    y[4] = -100
+    return draw(v, 8), draw(9, 8), y, draw(v)
+
+
+def leaves(*ts: Tensor) -> list[Tensor]:
+    return [t.detach().clone().requires_grad_() for t in ts]
+
+
+@on_ranks
+def test_fused_cross_entropy_of_a_sharded_vocabulary_is_that_of_the_whole():
+    def check() -> None:
+        w0, x0, y, b0 = head()
+        for given in options().values():
+            for chunk in (4, None):
+                w, x, b = leaves(w0, x0, b0)
+                want = liger_fn.fused_linear_ce(w, x, y, b=b, chunk=chunk, **given)
+                (want * 3).backward()
+                for cut, i, j in cuts(VOCAB):
+                    ws, xs, bs = leaves(w0[i:j], x0, b0[i:j])
+                    group = (line(), cut)
+                    got = liger_fn.fused_linear_ce(
+                        ws, xs, y, b=bs, chunk=chunk, group=group, **given
+                    )
+                    close(got, want.detach())
+                    (got * 3).backward()
+                    close(xs.grad, x.grad)
+                    close(ws.grad, w.grad[i:j])
+                    close(bs.grad, b.grad[i:j])
+
+    both_backends(check)
+
+
+@on_ranks
+def test_cross_entropy_of_sharded_logits_is_that_of_the_whole():
+    def check() -> None:
+        z0, y = draw(3, 3, VOCAB), head()[2].view(3, 3)
+        z0[1, 2, 4:7] = -torch.inf
+        for name, given in options().items():
+            if name in ("smooth", "z-loss"):
+                z0 = z0.clamp(min=-2.0)
+            if "token_weight" in given:
+                given["token_weight"] = given["token_weight"].view(3, 3)
+            (z,) = leaves(z0)
+            want = liger_fn.cross_entropy_with_stats(z, y, **given)
+            want.loss.backward()
+            for cut, i, j in cuts(VOCAB):
+                (zs,) = leaves(z0[..., i:j])
+                got = liger_fn.cross_entropy_with_stats(zs, y, group=(line(), cut), **given)
+                for g, w in zip(got, want, strict=True):
+                    close(g.detach(), w.detach())
+                got.loss.backward()
+                close(zs.grad, z.grad[..., i:j])
+
+    both_backends(check)
+
+
+@on_ranks
+def test_log_probabilities_and_statistics_of_a_sharded_vocabulary_are_those_of_the_whole():
+    def check() -> None:
+        w0, x0, y, b0 = head()
+        given = {"temperature": 0.7, "softcap": 4.0, "chunk": 5}
+        w, x, b = leaves(w0, x0, b0)
+        want = liger_fn.fused_linear_logp_with_stats(w, x, y, b=b, **given)
+        ct = [torch.randn_like(t) for t in want[:4]]
+        torch.autograd.backward(want[:4], ct)
+        for cut, i, j in cuts(VOCAB):
+            ws, xs, bs = leaves(w0[i:j], x0, b0[i:j])
+            group = (line(), cut)
+            got = liger_fn.fused_linear_logp_with_stats(ws, xs, y, b=bs, group=group, **given)
+            for g, t in zip(got, want, strict=True):
+                close(g.detach(), t.detach())
+            torch.autograd.backward(got[:4], ct)
+            close(xs.grad, x.grad)
+            close(ws.grad, w.grad[i:j])
+            close(bs.grad, b.grad[i:j])
+            logp = liger_fn.fused_linear_logp(ws, xs, y, b=bs, group=group, **given)
+            close(logp.detach(), want.logp.detach())
+            ones = torch.ones_like(logp)
+            assert torch.autograd.grad(logp, ws, ones)[0].shape == ws.shape
+
+    both_backends(check)
+
+
+@on_ranks
+def test_per_token_losses_counts_and_targets_that_are_no_columns_are_those_of_the_whole():
+    def check() -> None:
+        w0, x0, y, _ = head()
+        y[1], y[2] = VOCAB, -1  # no columns of the vocabulary
+        w, x = leaves(w0, x0)
+        want = liger_fn.fused_linear_ce_with_stats(w, x, y, reduction="none", z_loss=0.1)
+        (cut, i, j), _ = cuts(VOCAB)
+        ws, xs = leaves(w0[i:j], x0)
+        group = (line(), cut)
+        got = liger_fn.fused_linear_ce_with_stats(
+            ws, xs, y, reduction="none", z_loss=0.1, group=group
+        )
+        for g, t in zip(got, want, strict=True):
+            close(g.detach(), t.detach(), equal_nan=True)
+        ct = torch.rand_like(want.loss).masked_fill(want.loss.isnan(), 0.0)
+        for loss in (want.loss, got.loss):
+            loss.backward(ct)
+        close(xs.grad, x.grad, equal_nan=True)
+        loss = liger_fn.fused_linear_ce(ws, xs, torch.full_like(y, -100), group=group)
+        ws.grad = None
+        loss.backward()
+        assert loss.item() == 0
+        assert not ws.grad.any()
+
+    both_backends(check)
+
+
+@on_ranks
+def test_collectives_are_one_small_one_a_chunk_and_one_for_dx_and_none_without_it():
+    w0, x0, y, _ = head()
+    (cut, i, j), _ = cuts(VOCAB)
+    group, item = (line(), cut), 8
+    for chunk, n in ((9, 1), (3, 3), (2, 5)):
+        ws, xs = leaves(w0[i:j], x0)
+        with spied() as seen:
+            loss = liger_fn.fused_linear_ce(ws, xs, y, chunk=chunk, group=group)
+        assert [kind for kind, _ in seen] == ["all_gather"] * n
+        assert sum(size for _, size in seen) == 9 * 6 * item
+        with spied() as seen:
+            loss.backward()
+        assert seen == [("all_reduce", x0.numel() * item)]
+        loss = liger_fn.fused_linear_ce(ws, xs.detach(), y, chunk=chunk, group=group)
+        with spied() as seen:
+            loss.backward()
+        assert seen == []
+    with spied() as seen:
+        logp = liger_fn.fused_linear_logp_with_stats(ws, xs, y, group=group).logp
+        logp.sum().backward()
+    assert seen == [("all_gather", 9 * 9 * item)] * 2 + [("all_reduce", x0.numel() * item)]
+    (zs,) = leaves(draw(9, j - i))
+    with spied() as seen:
+        liger_fn.cross_entropy(zs, y, group=group).backward()
+    assert seen == [("all_gather", 9 * 6 * item)]
+
+
+@contextmanager
+def spied() -> Iterator[list[tuple[str, int]]]:
+    """The collectives that run inside, each with the bytes that a rank gives."""
+    seen: list[tuple[str, int]] = []
+    gather, reduce = dist.all_gather, dist.all_reduce
+
+    def all_gather(out: Any, t: Tensor, **kw: Any) -> Any:
+        seen.append(("all_gather", t.nbytes))
+        return gather(out, t, **kw)
+
+    def all_reduce(t: Tensor, **kw: Any) -> Any:
+        seen.append(("all_reduce", t.nbytes))
+        return reduce(t, **kw)
+
+    dist.all_gather, dist.all_reduce = all_gather, all_reduce
+    try:
+        yield seen
+    finally:
+        dist.all_gather, dist.all_reduce = gather, reduce
+
+
+@on_ranks
+def test_a_sharded_vocabulary_composes_with_func_grad_and_compile_and_refuses_what_it_cannot():
+    w0, x0, y, _ = head()
+    (cut, i, j), _ = cuts(VOCAB)
+    group = (line(), cut)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return liger_fn.fused_linear_ce(w, x, y, group=group, chunk=4)
+
+    w, x = leaves(w0, x0)
+    liger_fn.fused_linear_ce(w, x, y).backward()
+    for f in (torch.func.grad(loss, (0, 1)),):
+        dw, dx = f(w0[i:j], x0)
+        close(dw, w.grad[i:j])
+        close(dx, x.grad)
+    ws, xs = leaves(w0[i:j], x0)
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(ws, xs).backward()
+    close(ws.grad, w.grad[i:j])
+    close(xs.grad, x.grad)
+    with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
+        torch.func.jvp(loss, (w0[i:j], x0), (w0[i:j], x0))
+    (g,) = torch.autograd.grad(loss(ws, xs), ws, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
+        g.sum().backward()
+
+
+@on_ranks
+def test_what_is_not_the_shard_of_a_rank_is_refused():
+    w, x, y, _ = head()
+    n, rank = dist.get_world_size(), dist.get_rank()
+    (_, i, j), _ = cuts(VOCAB)
+    group = (line(), VOCAB)
+    wanted = rf"must be the shard of rank {rank} of {n}, {j - i} of {VOCAB} columns"
+    with pytest.raises(ValueError, match=f"fused_linear_ce: w {wanted} .* got {VOCAB}"):
+        liger_fn.fused_linear_ce(w, x, y, group=group)
+    with pytest.raises(ValueError, match=f"fused_linear_logp: w {wanted}"):
+        liger_fn.fused_linear_logp(w[i : j - 1], x, y, group=group)
+    with pytest.raises(ValueError, match=f"cross_entropy: logits {wanted}"):
+        liger_fn.cross_entropy(x @ w.t(), y, group=group)  # gathered already
+    with pytest.raises(ValueError, match=f"{n} ranks but 1 widths"):
+        liger_fn.fused_linear_ce(w[i:j], x, y, group=(line(), [VOCAB]))
+    with pytest.raises(TypeError, match="group must be .process group or mesh, v"):
+        liger_fn.fused_linear_ce(w[i:j], x, y, group=line())
+    short = torch.ones(j - i, dtype=torch.float64, device=device())
+    with pytest.raises(ValueError, match=rf"class_weight must have shape \({VOCAB},\)"):
+        liger_fn.fused_linear_ce(w[i:j], x, y, group=group, class_weight=short)
+    with pytest.raises(ValueError, match=rf"class_weight must have shape \({VOCAB},\)"):
+        liger_fn.cross_entropy(draw(9, j - i), y, group=group, class_weight=short)
+
+
+@on_ranks
+def test_more_ranks_than_columns_leave_some_with_none_and_halves_keep_their_digits():
+    def check() -> None:
+        w0, x0, y, _ = head(3)
+        (cut, i, j), _ = cuts(3)
+        w, x = leaves(w0, x0)
+        liger_fn.fused_linear_ce(w, x, y).backward()
+        ws, xs = leaves(w0[i:j], x0)
+        liger_fn.fused_linear_ce(ws, xs, y, group=(line(), cut)).backward()
+        close(xs.grad, x.grad)
+        close(ws.grad, w.grad[i:j])
+
+    both_backends(check)
+    w0, x0, y, _ = head()
+    (cut, i, j), _ = cuts(VOCAB)
+    w, x, wp, xp = leaves(w0, x0, w0.bfloat16(), x0.bfloat16())
+    nn.functional.cross_entropy(x @ w.t(), y).backward()
+    nn.functional.cross_entropy(xp @ wp.t(), y).backward()
+    for backend in ("reference", "triton"):
+        ws, xs = leaves(w0[i:j].bfloat16(), x0.bfloat16())
+        with liger_fn.using(backend):
+            liger_fn.fused_linear_ce(ws, xs, y, group=(line(), cut)).backward()
+        for got, want, plain in ((ws.grad, w.grad[i:j], wp.grad[i:j]), (xs.grad, x.grad, xp.grad)):
+            bound = 2 * (plain - want).norm() + 2**-8 * want.norm()
+            assert (got - want).norm() <= bound

@@ -29,6 +29,7 @@ from liger_fn._launch import Backend, Maybe, Rule, backend_for
 from liger_fn._vjp.functions import make_functions
 from liger_fn._vjp.levels import plain
 from liger_fn._vjp.levels import tracked as tracked
+from liger_fn._vjp.levels import watched as watched
 from liger_fn._vjp.op import Op
 from liger_fn._vjp.sharding import ready
 

@@ -27,6 +27,15 @@ def tracked() -> bool:
     return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or plain()
 
 
+def watched(t: Tensor) -> bool:
+    """Whether a derivative is taken through t as the code runs, beside the rules of an op."""
+    return (
+        (t.requires_grad and torch.is_grad_enabled())
+        or torch._C._are_functorch_transforms_active()
+        or plain()
+    )
+
+
 def is_legacy_batched(t: Tensor) -> bool:
     """Whether `torch.autograd.grad(is_grads_batched=True)` made t: its vmap knows no rules."""
     return torch._C._dispatch_keys(t).has(_LEGACY_BATCHED)
