@@ -20,9 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import liger_fn
-from liger_fn.nn import FusedLinearCrossEntropyLoss, LMHead, RMSNorm
+from liger_fn.nn import FusedLinearCrossEntropyLoss, LMHead, RMSNorm, VocabParallelHead
 from tests.ranks import device, on_ranks
 
 
@@ -143,7 +148,11 @@ def test_rope_turns_heads_batches_and_stretches_of_time_where_they_are():
 @on_ranks
 def test_cross_entropy_of_shards_is_the_mean_over_all_of_them():
     def check() -> None:
-        z, y, weight = draw(4, 6, 7), torch.arange(24, device=device()).view(4, 6) % 7, draw(7).abs()
+        z, y, weight = (
+            draw(4, 6, 7),
+            torch.arange(24, device=device()).view(4, 6) % 7,
+            draw(7).abs(),
+        )
         y = torch.where(torch.arange(4, device=device())[:, None] < 2, -100, y)  # of some, nothing
         for axis in (0, 1):
             s = Shard(axis)
@@ -179,19 +188,23 @@ def test_what_cannot_be_local_is_refused_with_the_cure():
     rows, columns = placed(x, Shard(0)), placed(x, Shard(1))
     with pytest.raises(ValueError, match=r"rms_norm: x is S.* of axis n on the mesh.*redistribute"):
         liger_fn.rms_norm(columns, w)
-    with pytest.raises(ValueError, match="layer_norm: w is .* the module that owns it"):
+    with pytest.raises(ValueError, match=r"layer_norm: w is .* the module that owns it"):
         liger_fn.layer_norm(rows, placed(draw(8), Shard(0)), None)
-    with pytest.raises(ValueError, match=r"swiglu: one dimension .* axis 1 of up but axis 0 of gate"):
+    with pytest.raises(
+        ValueError, match=r"swiglu: one dimension .* axis 1 of up but axis 0 of gate"
+    ):
         liger_fn.swiglu(columns, rows)
-    with pytest.raises(TypeError, match=r"rms_norm: x is a DTensor but w is a plain tensor: .*Replicate"):
+    with pytest.raises(
+        TypeError, match=r"rms_norm: x is a DTensor but w is a plain tensor: .*Replicate"
+    ):
         liger_fn.rms_norm(rows, w.to_local())
     with pytest.raises(TypeError, match="rms_norm: w is a DTensor but x is a plain tensor"):
         liger_fn.rms_norm(x, w)
     other = init_device_mesh(device().type, (1, dist.get_world_size()))
-    with pytest.raises(ValueError, match="rms_norm: w is on .* but x is on"):
+    with pytest.raises(ValueError, match=r"rms_norm: w is on .* but x is on"):
         liger_fn.rms_norm(rows, distribute_tensor(draw(8), other, [Replicate(), Replicate()]))
     y = placed(torch.zeros(4, dtype=torch.int64, device=device()), Shard(0))
-    with pytest.raises(NotImplementedError, match="fused_linear_ce: .*nn.VocabParallelHead"):
+    with pytest.raises(NotImplementedError, match=r"fused_linear_ce: .*nn.VocabParallelHead"):
         liger_fn.fused_linear_ce(placed(draw(6, 8), Replicate()), rows, y)
     assert mesh.ndim == 1
 
@@ -375,9 +388,11 @@ def test_a_weight_that_a_module_does_not_hold_together_is_refused_with_the_cure(
     _, model = twins()
     fully_shard(model)
     x, y = draw(3, 8), torch.zeros(3, dtype=torch.int64, device=device())
-    with pytest.raises(NotImplementedError, match="fused_linear_ce: .*nn.LMHead"):
+    with pytest.raises(NotImplementedError, match=r"fused_linear_ce: .*nn.LMHead"):
         liger_fn.fused_linear_ce(model.head.weight, x, y)
-    empty = nn.Parameter(torch.empty(0, dtype=torch.float64, device=device()))  # as ZeRO-3 leaves it
+    empty = nn.Parameter(
+        torch.empty(0, dtype=torch.float64, device=device())
+    )  # as ZeRO-3 leaves it
     with pytest.raises(ValueError, match=r"w must have shape \(v, d\), got \(0,\) .*GatheredParam"):
         liger_fn.fused_linear_ce(empty, x, y)
     with pytest.raises(ValueError, match=r"axis n is 0 in w but 8 in x .*ZeRO-3"):
@@ -615,7 +630,7 @@ def test_what_is_not_the_shard_of_a_rank_is_refused():
         liger_fn.cross_entropy(x @ w.t(), y, group=group)  # gathered already
     with pytest.raises(ValueError, match=f"{n} ranks but 1 widths"):
         liger_fn.fused_linear_ce(w[i:j], x, y, group=(line(), [VOCAB]))
-    with pytest.raises(TypeError, match="group must be .process group or mesh, v"):
+    with pytest.raises(TypeError, match=r"group must be .process group or mesh, v"):
         liger_fn.fused_linear_ce(w[i:j], x, y, group=line())
     short = torch.ones(j - i, dtype=torch.float64, device=device())
     with pytest.raises(ValueError, match=rf"class_weight must have shape \({VOCAB},\)"):
@@ -649,3 +664,68 @@ def test_more_ranks_than_columns_leave_some_with_none_and_halves_keep_their_digi
         for got, want, plain in ((ws.grad, w.grad[i:j], wp.grad[i:j]), (xs.grad, x.grad, xp.grad)):
             bound = 2 * (plain - want).norm() + 2**-8 * want.norm()
             assert (got - want).norm() <= bound
+
+
+# -- models under tensor and sequence parallel plans -----------------------------------------------
+
+
+@on_ranks
+def test_one_line_of_a_plan_shards_the_head_over_the_vocabulary():
+    (x,), (y,) = batches(1)
+    for bias in (False, True):
+        plain, model = (LMHead(8, VOCAB, bias=bias).double().to(device()) for _ in range(2))
+        model.load_state_dict(plain.state_dict())
+        model = parallelize_module(model, line(), VocabParallelHead())
+        h, hs = leaves(*[draw(*x.shape, 8)] * 2)
+        for call in ({"y": y, "n_valid": 5}, {}):
+            for t in (h, hs):
+                t.grad = None
+            for head_, t in ((plain, h), (model, hs)):
+                head_.zero_grad()
+                out = head_(t, **call)
+                out.backward(torch.ones_like(out))
+            close(hs.grad, h.grad)
+            agree(model, plain)
+        close(model(hs).detach(), plain(h).detach())
+        assert [p.placements for p in model.parameters()] == [(Shard(0),)] * (1 + bias)
+    with pytest.raises(TypeError, match=r"must be a liger_fn.nn.LMHead, got Linear"):
+        parallelize_module(nn.Linear(8, VOCAB), line(), VocabParallelHead())
+
+
+@on_ranks
+def test_sequence_parallel_norm_and_vocabulary_parallel_head_make_one_model():
+    (x,), (y,) = batches(1)
+    x, y = (t[:, : 2 * dist.get_world_size()].repeat(1, 2) for t in (x, y))  # (b, t), t = 2 or 4 n
+    plain, model = twins()
+    parallelize_module(
+        model, line(),
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": VocabParallelHead(input_layouts=Shard(1)),
+        },
+    )  # fmt: skip
+    loss, want = model(x, y), plain(x, y)
+    close(loss.detach(), want.detach())
+    loss.backward()
+    want.backward()
+    agree(model, plain)
+
+
+@on_ranks
+def test_fsdp_over_one_dimension_and_the_vocabulary_over_the_other():
+    world = dist.get_world_size()
+    mesh = init_device_mesh(device().type, (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    (x,), (y,) = batches(1)
+    plain, model = twins()
+    parallelize_module(model, mesh["tp"], {"head": VocabParallelHead()})
+    for part in (model.head, model):
+        fully_shard(part, mesh=mesh["dp"])
+    rank = mesh["dp"].get_local_rank()
+    rows = slice(rank * 2, rank * 2 + 2)
+    loss = model(x[rows], y[rows])
+    loss.backward()
+    plain(x, y).backward()
+    agree(model, plain)
+    with pytest.raises(ValueError, match=r"LMHead: its parameters must be Shard.*FSDP wraps"):
+        model.head.forward(draw(2, 8), y[0, :2])  # not through its hooks: nobody has gathered it

@@ -86,8 +86,8 @@ def register(op: Op, axes: str | None, lib: Any) -> None:
 
     def refuse(args: tuple[Any, ...], kw: dict[str, Any]) -> list[Any]:
         raise NotImplementedError(
-            f"{op.name}: there is no rule for DTensors: give what is local, as x.to_local(); a head "
-            "that is sharded over the vocabulary belongs in nn.LMHead under nn.VocabParallelHead"
+            f"{op.name}: there is no rule for DTensors: give what is local, as x.to_local(); a "
+            "head sharded over the vocabulary belongs in nn.LMHead under nn.VocabParallelHead"
         )
 
     def tell(cls: type) -> None:
@@ -98,7 +98,9 @@ def register(op: Op, axes: str | None, lib: Any) -> None:
     _waiting.append(tell)
 
 
-def _as_dispatch(rule: Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]) -> Callable[..., Any]:
+def _as_dispatch(
+    rule: Callable[[tuple[Any, ...], dict[str, Any]], list[Any]],
+) -> Callable[..., Any]:
     return lambda _, func, types, args=(), kwargs=None: rule(args, kwargs or {})
 
 
@@ -132,9 +134,7 @@ class Run:
             elif found is None:
                 found = name, mesh
             elif mesh != found[1]:
-                raise ValueError(
-                    f"{self.op}: {name} is on {mesh} but {found[0]} is on {found[1]}"
-                )
+                raise ValueError(f"{self.op}: {name} is on {mesh} but {found[0]} is on {found[1]}")
         assert found is not None
         if plain is not None:
             raise TypeError(
@@ -207,9 +207,7 @@ class Run:
 def _placements(places: Iterable[int | None], summed: Placement) -> list[Placement]:
     from torch.distributed.tensor import Replicate, Shard
 
-    return [
-        Replicate() if at is None else summed if at == _SUM else Shard(at) for at in places
-    ]
+    return [Replicate() if at is None else summed if at == _SUM else Shard(at) for at in places]
 
 
 def _placed(t: DTensor, wanted: Sequence[Placement]) -> DTensor:
@@ -219,4 +217,6 @@ def _placed(t: DTensor, wanted: Sequence[Placement]) -> DTensor:
 def _strides(t: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Those of the whole tensor, its axes in the order in which the local one holds them."""
     order = sorted(range(t.dim()), key=lambda d: (t.stride(d), -d))
-    return tuple(math.prod(max(shape[e], 1) for e in order[: order.index(d)]) for d in range(t.dim()))
+    return tuple(
+        math.prod(max(shape[e], 1) for e in order[: order.index(d)]) for d in range(t.dim())
+    )

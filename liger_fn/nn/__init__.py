@@ -4,6 +4,8 @@ Constructors, attributes and state dicts are those of the torch or Hugging Face 
 stands for, so that checkpoints load either way. Import it by name: `import liger_fn.nn`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from liger_fn.nn.gates import GEGLUMLP as GEGLUMLP
 from liger_fn.nn.gates import SwiGLUMLP as SwiGLUMLP
 from liger_fn.nn.losses import CrossEntropyLoss as CrossEntropyLoss
@@ -14,6 +16,19 @@ from liger_fn.nn.norms import GroupNorm as GroupNorm
 from liger_fn.nn.norms import LayerNorm as LayerNorm
 from liger_fn.nn.norms import RMSNorm as RMSNorm
 from liger_fn.nn.rotary import RotaryEmbedding as RotaryEmbedding
+
+if TYPE_CHECKING:
+    from liger_fn.nn.parallel import VocabParallelHead as VocabParallelHead
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs DTensor when it is asked for: that takes a second."""
+    if name == "VocabParallelHead":
+        from liger_fn.nn.parallel import VocabParallelHead
+
+        return VocabParallelHead
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "GEGLUMLP",
@@ -26,4 +41,5 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "SwiGLUMLP",
+    "VocabParallelHead",
 ]

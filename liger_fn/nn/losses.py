@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_fn.ops._collectives import Vocab
 from liger_fn.ops.cross_entropy import cross_entropy
 from liger_fn.ops.fused_linear_ce import fused_linear_ce
 
@@ -95,10 +96,11 @@ class FusedLinearCrossEntropyLoss(CrossEntropyLoss):
     def forward(  # type: ignore[override]  # the weight comes first, as in the function
         self, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None = None, *,
         token_weight: Tensor | None = None, n_valid: float | Tensor | None = None,
+        group: Vocab | None = None,
     ) -> Tensor:  # fmt: skip
         """Loss of targets y (...) under w (v, d) and b (v,) on x (..., d)."""
         options = {**self.options(), "token_weight": token_weight, "n_valid": n_valid}
-        return fused_linear_ce(w, x, y, b=b, **options)
+        return fused_linear_ce(w, x, y, b=b, group=group, **options)
 
 
 class LMHead(nn.Linear):
@@ -125,6 +127,7 @@ class LMHead(nn.Linear):
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         self.loss = FusedLinearCrossEntropyLoss() if loss is None else loss
+        self.vocab_mesh: Any = None  # over which VocabParallelHead has sharded the parameters
 
     def forward(
         self, x: Tensor, y: Tensor | None = None, *,
@@ -133,8 +136,21 @@ class LMHead(nn.Linear):
         """Logits (..., v) of x (..., d), or the loss of aligned targets y (...)."""
         if y is not None:
             extra: dict[str, Any] = {"token_weight": token_weight, "n_valid": n_valid}
-            return self.loss(self.weight, x, y, self.bias, **extra)
-        z = F.linear(x, self.weight, self.bias)
+            w: Tensor = self.weight
+            b: Tensor | None = self.bias
+            if self.vocab_mesh is not None:
+                from liger_fn.nn.parallel import local_shard
+
+                w = local_shard(w, self.vocab_mesh)
+                b = None if b is None else local_shard(b, self.vocab_mesh)
+                extra["group"] = self.vocab_mesh, self.out_features
+            return self.loss(w, x, y, b, **extra)
+        if self.vocab_mesh is None:
+            z = F.linear(x, self.weight, self.bias)
+        else:
+            from liger_fn.nn.parallel import gathered_logits
+
+            z = gathered_logits(self, x, self.vocab_mesh)
         z = z if self.loss.logit_scale == 1.0 else z * self.loss.logit_scale
         cap = self.loss.softcap
         return z if cap is None else cap * torch.tanh(z / cap)

@@ -267,8 +267,6 @@ def rows_rule(
     return head_rule(name, passes, fwd, bwd, outputs=outputs, fake=fake, flops=flops, shard=shard)
 
 
-def ce_rows_rule(
-    name: str, passes: dict[Any, Rows], shard: bool = False
-) -> Callable[..., Any]:
+def ce_rows_rule(name: str, passes: dict[Any, Rows], shard: bool = False) -> Callable[..., Any]:
     """(w, x, b, y, class_weight) to nll, zsq and whether y is the argmax, of each row."""
     return rows_rule(name, passes, _rows_fwd, _rows_bwd, floats=2, flag=True, shard=shard)

@@ -1,4 +1,4 @@
-"""A vocabulary sharded over the ranks of a process group: each has some rows of w, all have x and y.
+"""A vocabulary sharded over the ranks of a group: each has some rows of w, all have x and y.
 
 Per chunk of tokens: local statistics of its rows, one all-gather of them (6 float32 numbers a token
 and rank, 9 with the statistics of log-probabilities), combined alike on every rank, so that results
@@ -13,7 +13,7 @@ Shoeybi et al., "Megatron-LM", 2019, arXiv:1909.08053, section 3.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from liger_fn._launch import rows_of
 from liger_fn._math import wide
 from liger_fn._vjp import custom_vjp, watched
 from liger_fn.ops._ce import Row
+from liger_fn.ops._collectives import Shard, gathered, summed
 from liger_fn.ops._vocab_rows import (
     gradient_ref,
     gradient_triton,
@@ -31,79 +32,10 @@ from liger_fn.ops._vocab_rows import (
     statistics_triton,
 )
 
-Vocab = tuple[Any, int | Sequence[int]]
 _KERNELS: dict[Any, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "reference": (statistics_ref, gradient_ref),
     "triton": (statistics_triton, gradient_triton),
 }
-
-
-class Shard(NamedTuple):
-    """Which columns of the vocabulary a rank holds. Static."""
-
-    group: str  # name of the process group, so that a traced graph can hold it
-    start: int
-    vocab: int
-
-
-def shard_of(op: str, group: Vocab, width: int, name: str) -> tuple[Shard, int]:
-    """The shard that `width` columns of `name` are, and the widest of all."""
-    import torch.distributed as dist
-
-    if not isinstance(group, tuple) or len(group) != 2:
-        raise TypeError(
-            f"{op}: group must be (process group or mesh, v of the whole vocabulary or the width of "
-            f"each rank's shard), got {type(group).__name__}"
-        )
-    ranks, cut = group
-    ranks = ranks.get_group() if hasattr(ranks, "get_group") else ranks
-    n, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
-    if isinstance(cut, int):  # as torch.chunk and DTensor cut
-        each = -(-cut // n)
-        widths = [max(0, min(each, cut - i * each)) for i in range(n)]
-    else:
-        widths = [*cut]
-    if len(widths) != n:
-        raise ValueError(f"{op}: group has {n} ranks but {len(widths)} widths of shards")
-    if width != widths[rank]:
-        raise ValueError(
-            f"{op}: {name} must be the shard of rank {rank} of {n}, {widths[rank]} of {sum(widths)} "
-            f"columns of the vocabulary, got {width}: neither the whole nor what was gathered"
-        )
-    return Shard(ranks.group_name, sum(widths[:rank]), sum(widths)), max(widths)
-
-
-def check_class_weight(op: str, c: Tensor | None, shard: Shard) -> None:
-    """Hold the weights of classes to the whole vocabulary: every rank has them all."""
-    if c is not None and c.shape != (shard.vocab,):
-        raise ValueError(
-            f"{op}: class_weight must have shape ({shard.vocab},), the whole vocabulary on each "
-            f"rank, got {tuple(c.shape)}"
-        )
-
-
-# -- collectives -----------------------------------------------------------------------------------
-
-
-def gathered(t: Tensor, group: str) -> Tensor:
-    """What each rank has, (ranks, ...)."""
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    ranks = _resolve_process_group(group)
-    out = t.new_empty(ranks.size(), *t.shape)
-    dist.all_gather([*out.unbind(0)], t.contiguous(), group=ranks)
-    return out
-
-
-def summed(t: Tensor, group: str) -> Tensor:
-    """The sum over ranks, over t itself where that is contiguous."""
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    t = t.contiguous()
-    dist.all_reduce(t, group=_resolve_process_group(group))
-    return t
 
 
 # -- statistics of whole rows ----------------------------------------------------------------------
@@ -232,7 +164,10 @@ def _ce_fwd(
     ignore_index: int, label_smoothing: float, logit_scale: float, softcap: float | None,
     group: str, start: int, vocab: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    row, shard = Row(ignore_index, label_smoothing, logit_scale, softcap), Shard(group, start, vocab)
+    row, shard = (
+        Row(ignore_index, label_smoothing, logit_scale, softcap),
+        Shard(group, start, vocab),
+    )
     width, flat = logits.shape[-1], y.reshape(-1)
     z, t = rows_of(logits, width).contiguous(), targets(flat, width, shard, ignore_index)
     c = _columns(class_weight, width, shard)
@@ -247,11 +182,16 @@ def _ce_bwd(
     ignore_index: int, label_smoothing: float, logit_scale: float, softcap: float | None,
     group: str, start: int, vocab: int, wanted: tuple[bool, ...],
 ) -> tuple[Tensor]:  # fmt: skip
-    row, shard = Row(ignore_index, label_smoothing, logit_scale, softcap), Shard(group, start, vocab)
+    row, shard = (
+        Row(ignore_index, label_smoothing, logit_scale, softcap),
+        Shard(group, start, vocab),
+    )
     width = logits.shape[-1]
     z, t = rows_of(logits, width).contiguous(), targets(y.reshape(-1), width, shard, ignore_index)
-    flat = [None if r is None else r.reshape(-1) for r in (d_nll, d_zsq, top, logsum)]
-    factors = _ce_factors(*flat, t, class_weight, row, shard)  # type: ignore[arg-type]  # the last two exist
+    d_nll, d_zsq = (None if r is None else r.reshape(-1) for r in (d_nll, d_zsq))
+    factors = _ce_factors(
+        d_nll, d_zsq, top.reshape(-1), logsum.reshape(-1), t, class_weight, row, shard
+    )
     place = {"dz": torch.empty_like(z)} if backend == "triton" else {}
     c = _columns(class_weight, width, shard)
     dz = _KERNELS[backend][1](z, t.at, c, factors, row, 1.0, **place)

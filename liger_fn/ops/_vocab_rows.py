@@ -41,7 +41,14 @@ def statistics_ref(
     u = z - shift[:, None]
     e = u.exp()
     zy = torch.where(at < 0, 0.0, z.gather(-1, at.clamp(min=0)[:, None])[:, 0])
-    found = [top, e.sum(-1), zy, (first + start).to(z.dtype), (c * u).sum(-1), c.sum().expand(len(z))]
+    found = [
+        top,
+        e.sum(-1),
+        zy,
+        (first + start).to(z.dtype),
+        (c * u).sum(-1),
+        c.sum().expand(len(z)),
+    ]
     if stats:
         found += [torch.where(e == 0, 0.0, e * u).sum(-1), (e * e).sum(-1), z.sum(-1)]
     return torch.stack(found, -1)

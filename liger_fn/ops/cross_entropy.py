@@ -32,7 +32,8 @@ from liger_fn.ops._ce import (
     row_losses,
     row_pullback,
 )
-from liger_fn.ops._vocab_parallel import Vocab, ce_on_shard, check_class_weight, shard_of
+from liger_fn.ops._collectives import Vocab, check_class_weight, shard_of
+from liger_fn.ops._vocab_parallel import ce_on_shard
 
 # -- reference: in _ce, since fused_linear_ce is the same rows -------------------------------------
 
@@ -173,9 +174,9 @@ def cross_entropy(
             sum of target weights): the global number of targets under gradient accumulation or data
             parallelism.
         group: (process group or one-dimensional mesh, v of the whole vocabulary): logits are this
-            rank's shard of columns, cut as `torch.chunk` cuts, or, with the width of each rank's shard
-            in place of v, as you please. y and the weights are the same on all ranks, and so are
-            the results. One all-gather of 6 numbers a row. First derivatives only.
+            rank's shard of columns, cut as `torch.chunk` cuts, or, with the width of each rank's
+            shard in place of v, as you please. y and the weights are the same on all ranks, and so
+            are the results. One all-gather of 6 numbers a row. First derivatives only.
 
     Returns:
         float32 scalar (float64 for float64 logits), or a loss per row (...) with "none". No rows,
@@ -196,7 +197,16 @@ def cross_entropy(
     """
     row = Row(ignore_index, label_smoothing, logit_scale, softcap)
     return _call(
-        "cross_entropy", logits, y, row, z_loss, class_weight, token_weight, reduction, n_valid, group
+        "cross_entropy",
+        logits,
+        y,
+        row,
+        z_loss,
+        class_weight,
+        token_weight,
+        reduction,
+        n_valid,
+        group,
     ).loss
 
 

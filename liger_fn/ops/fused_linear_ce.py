@@ -35,8 +35,9 @@ from liger_fn.ops._ce import (
     row_pullback,
 )
 from liger_fn.ops._chunked import check_chunk, check_head, chunk_size, product_dtype
+from liger_fn.ops._collectives import Vocab, check_class_weight, shard_of
 from liger_fn.ops._linear_rules import ce_rows_rule, stats_rule, sum_rule
-from liger_fn.ops._vocab_parallel import Vocab, ce_rows, check_class_weight, passes, shard_of
+from liger_fn.ops._vocab_parallel import ce_rows, passes
 
 # -- reference: the row pass in plain torch; the rest is the loop of _chunked ----------------------
 
@@ -239,9 +240,7 @@ def _call(
     weight = None if class_weight is None else class_weight.detach()
     a = (w, x.reshape(-1, x.shape[-1]), b, y.reshape(-1), weight)
     if reduction == "none":
-        nll, zsq, correct = (
-            t.view(y.shape) for t in _per_row[group is not None](*a, **options)
-        )
+        nll, zsq, correct = (t.view(y.shape) for t in _per_row[group is not None](*a, **options))
         return reduced(nll, z_loss * zsq, correct, y, weight, row, reduction, n_valid, u)
     rule = rules[group is not None]
     u = u if u is None else u.reshape(-1).to(wide(compute))

@@ -28,8 +28,9 @@ from liger_fn._launch import launch, row_tile, tl, triton
 from liger_fn._math import capped, capped_slope, wide
 from liger_fn.ops._ce import Row, out_of_range, slope, transformed
 from liger_fn.ops._chunked import Rows, check_head, chunk_size, head_loop, product_dtype
+from liger_fn.ops._collectives import Vocab, shard_of
 from liger_fn.ops._linear_rules import primal_dtypes, rows_rule
-from liger_fn.ops._vocab_parallel import Vocab, logp_rows, passes, shard_of
+from liger_fn.ops._vocab_parallel import logp_rows, passes
 
 
 class LogpStats(NamedTuple):
@@ -253,7 +254,7 @@ def _passes(stats: bool) -> dict[Any, Rows]:
 
 def _rules(name: str, bwd: Any, *, stats: bool, floats: int) -> tuple[Any, Any]:
     """Of all columns, and of a shard of them."""
-    kinds = {"floats": floats, "flag": stats}
+    kinds: dict[str, Any] = {"floats": floats, "flag": stats}
     shard = passes(logp_rows, stats=stats)
     return (
         rows_rule(name, _passes(stats), _fwd, bwd, **kinds),
