@@ -1,4 +1,7 @@
-"""Measure every function on this machine beside others, print the tables and keep them."""
+"""Measure every function on this machine beside others, print the tables and keep them.
+
+`python -m benchmarks distributed` measures what sharding costs and saves.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import measure
+from benchmarks import distributed, measure
 from benchmarks.cases import OPS, Draw, Drawn, Op, halved, leading, numbers
 from benchmarks.measure import Inputs
 from benchmarks.peers import Function, Peer
@@ -277,4 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["distributed"]:
+        distributed.main(sys.argv[2:])
+    else:
+        main()

@@ -3,9 +3,9 @@
     axes="... [n], [n] -> ... [n], ..."          arguments -> outputs and residuals, in their order
 
 A name stands for one axis everywhere, "..." for leading axes, counted from the right as torch
-broadcasts. An axis in brackets must be whole on each rank. Any other may be sharded: what has it is
-then cut alike on each rank, what has it not is the same on all, and the op runs on what is local.
-A tensor whose size is 1 on an axis does not have it.
+broadcasts, "()" a tensor without axes. An axis in brackets must be whole on each rank. Any other
+may be sharded: what has it is then cut alike on each rank, what has it not is the same on all, and
+the op runs on what is local. A tensor whose size is 1 on an axis does not have it.
 
 A gradient is placed as its argument: of one that is the same on all ranks it is a sum over them,
 one all-reduce. What is Partial is summed before the op, and its gradient is the same on all ranks.
@@ -52,7 +52,7 @@ class Axes:
     """What `axes` says of one tensor."""
 
     def __init__(self, text: str) -> None:
-        names = text.split()
+        names = text.replace("()", "").split()
         self.lead = names[:1] == ["..."]
         self.own = [name.strip("[]") for name in names[self.lead :]]
         self.whole = {name.strip("[]") for name in names if name.startswith("[")}

@@ -155,7 +155,7 @@ _dyt = custom_vjp(
     differentiable=("x", "alpha", "w", "b"),
     rows=("x",),
     grouped=True,
-    axes="... n, one, n, n -> ... n",
+    axes="... n, (), n, n -> ... n",
 )
 
 
