@@ -42,7 +42,9 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def both_backends(check: Callable[[], None]) -> None:
-    for backend in ("reference", "triton"):
+    """On 4 ranks of a CPU the reference alone: no kernel knows of ranks, and they take minutes."""
+    few = dist.get_world_size() == 2 or device().type == "cuda"
+    for backend in ("reference", "triton") if few else ("reference",):
         with liger_fn.using(backend):  # type: ignore[arg-type]  # one of the two
             check()
 
