@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,11 +52,11 @@ class Op:
     @property
     def plain(self) -> Function:
         """Plain torch; the oracle when its arguments are float64."""
-        return self.row.plain or self.row.oracle
+        return self.bench.plain or self.row.plain or self.row.oracle
 
     def draw(self, draw: Draw, sizes: Sizes) -> Drawn:
         """Arguments, and upstream gradients; none stands for 1, that of a scalar loss."""
-        arguments = self.row.make(draw, **sizes)
+        arguments = (self.bench.make or self.row.make)(draw, **sizes)
         meta = {name: t.to("meta") for name, t in arguments.items()}
         out = self.plain(*meta.values())
         outs = out if isinstance(out, tuple) else (out,)
@@ -72,10 +73,10 @@ class Op:
         ours = self.bench.fn or self.row.fn
         compiled = partial(torch.compile, self.plain, dynamic=False)
         return [
+            Peer("torch", "torch", lambda: self.plain),
             Peer("liger_fn", "liger_fn", lambda: ours),
             *(p for p in self.others if p.package == "liger_fn"),
-            Peer("torch", "torch", lambda: self.plain),
-            Peer("torch.compile", "torch", compiled),
+            Peer("torch.compile", "torch", compiled, compiles=True),
             *(p for p in self.others if p.package != "liger_fn"),
         ]
 
@@ -85,7 +86,7 @@ class Op:
             return self.bench.work(**sizes)[0]
         return math.prod(leading(sizes)) * sizes["v"]
 
-    def limits(self, sizes: Sizes, itemsize: int, rates: dict[str, float]) -> list[float]:
+    def least_ms(self, sizes: Sizes, itemsize: int, rates: dict[str, float]) -> list[float]:
         """Least milliseconds of forward and of forward + backward at the measured rates."""
         each = itemsize if self.bench.limit == "copy" else 1
         return [1e3 * n * each / rates[self.bench.limit] for n in self.bench.work(**sizes)]
@@ -104,10 +105,23 @@ def halved(sizes: Sizes) -> Sizes:
     return {**sizes, "lead": (lead[0] // 2, *lead[1:])}
 
 
-def numbers(sizes: Sizes) -> list[int]:
-    """The sizes without flags, leading axes as one number."""
+def label(sizes: Sizes) -> str:
+    """The sizes without flags, several axes as one number."""
     found = (math.prod(s) if isinstance(s, (tuple, list)) else s for s in sizes.values())
-    return [s for s in found if isinstance(s, int) and not isinstance(s, bool)]
+    return "x".join(str(s) for s in found if isinstance(s, int) and not isinstance(s, bool))
+
+
+Case = tuple[Op, str, Sizes]
+
+
+def cases(ops: Iterable[Op], quick: bool, gpu: bool) -> list[Case]:
+    """Name the sizes of each op, first those to know of all ops, so that a short run has them."""
+    found = []
+    for op in ops:
+        shapes = op.bench.gpu if gpu else {"small": op.bench.cpu}
+        every = list(shapes.items())[: 1 if quick else None]
+        found += [(at, op, name, sizes) for at, (name, sizes) in enumerate(every)]
+    return [case[1:] for case in sorted(found, key=lambda case: case[0])]
 
 
 OPS = [Op(row, row.bench, tuple(PEERS.get(row.covers, ()))) for row in ROWS if row.bench]

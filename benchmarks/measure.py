@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from benchmarks.cases import Drawn, Function, Op
 
 Run = Callable[[Any], Any]
 Timing = dict[str, float]  # ms: median; iqr: between the quartiles; n: how many were timed
+LEAST = 5  # calls, however long one takes
 
 
 class Inputs:
@@ -59,7 +59,7 @@ def forward_backward(f: Function, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def oracle(op: Op, drawn: Drawn) -> dict[str, Tensor]:
-    """Compute outputs and gradients of the same values in float64."""
+    """Compute outputs and gradients of the same values in float64, once for all peers."""
     arguments = {k: t.double() if t.is_floating_point() else t for k, t in drawn[0].items()}
     inputs = Inputs(op, (arguments, tuple(t.double() for t in drawn[1])))
     (*ys,) = forward_backward(op.plain, inputs)
@@ -113,37 +113,52 @@ def summary(times: Sequence[float]) -> Timing:
     return {"ms": median, "iqr": last - quarter, "n": len(times)}
 
 
-def events(n: int) -> list[Any]:
+class Clock:
+    """An event on a CPU, which is where the host is."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: Clock) -> float:
+        return 1e3 * (later.at - self.at)
+
+
+def events(n: int, device: torch.device) -> list[Any]:
     """Events that note the device's time when it gets to them."""
-    return [torch.cuda.Event(enable_timing=True) for _ in range(n)]
+    gpu = device.type == "cuda"
+    return [torch.cuda.Event(enable_timing=True) if gpu else Clock() for _ in range(n)]
 
 
-def eager(run: Run, sets: Sequence[Any], device: torch.device, seconds: float) -> Timing:
-    """Time single calls, one set of inputs after another.
+def eager(
+    run: Run, sets: Sequence[Any], device: torch.device, seconds: float
+) -> tuple[Timing, Timing]:
+    """Time single calls, one set of inputs after another; then until they return, on the host.
 
     On a GPU the calls of a round are enqueued without waiting, as in training: a call takes the
     longer of its host and its device time.
     """
     times: list[float] = []
-    for _ in rounds(sets, device, seconds, least=-(-10 // len(sets))):
-        if device.type == "cuda":
-            starts, stops = events(len(sets)), events(len(sets))
-            for inputs, start, stop in zip(sets, starts, stops, strict=True):
-                start.record()
-                run(inputs)
-                stop.record()
-            synchronize(device)
-            times += [a.elapsed_time(b) for a, b in zip(starts, stops, strict=True)]
-            continue
-        for inputs in sets:
+    hosts: list[float] = []
+    for _ in rounds(sets, device, seconds, least=-(-LEAST // len(sets))):
+        starts, stops = events(len(sets), device), events(len(sets), device)
+        for inputs, start, stop in zip(sets, starts, stops, strict=True):
+            start.record()
             began = time.perf_counter()
             run(inputs)
-            times.append(1e3 * (time.perf_counter() - began))
-    return summary(times)
+            hosts.append(1e3 * (time.perf_counter() - began))
+            stop.record()
+        synchronize(device)
+        times += [a.elapsed_time(b) for a, b in zip(starts, stops, strict=True)]
+    return summary(times), summary(hosts)
 
 
 def graph(run: Run, sets: Sequence[Inputs], device: torch.device, seconds: float) -> Timing:
     """Time replays of a CUDA graph that holds one call for each set; milliseconds of a call."""
+    torch.cuda.set_sync_debug_mode("error")  # who waits for the GPU fails here, not in a capture
+    try:
+        run(sets[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -151,13 +166,14 @@ def graph(run: Run, sets: Sequence[Inputs], device: torch.device, seconds: float
             run(inputs)
     torch.cuda.current_stream(device).wait_stream(stream)
     synchronize(device)
-    captured, (start, stop) = torch.cuda.CUDAGraph(), events(2)
-    with torch.cuda.graph(captured, stream=stream):
+    captured, (start, stop) = torch.cuda.CUDAGraph(), events(2, device)
+    # the outer context: a capture that fails does not give the stream back
+    with torch.cuda.stream(stream), torch.cuda.graph(captured, stream=stream):
         for inputs in sets:
             run(inputs)
     captured.replay()
     times: list[float] = []
-    for _ in rounds(sets, device, seconds, least=10):
+    for _ in rounds(sets, device, seconds, LEAST):
         start.record()
         captured.replay()
         stop.record()
@@ -169,7 +185,6 @@ def graph(run: Run, sets: Sequence[Inputs], device: torch.device, seconds: float
 
 def peak_mib(run: Run, inputs: Inputs, device: torch.device) -> float:
     """Most memory of a GPU that one call holds beyond what was there, its results included."""
-    gc.collect()
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -178,29 +193,17 @@ def peak_mib(run: Run, inputs: Inputs, device: torch.device) -> float:
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
-def host(run: Callable[[], Any], device: torch.device, calls: int) -> Timing:
-    """Time until a call returns, whatever the device still has to do; one mean for each batch."""
-    times = []
-    for _ in range(11):
-        synchronize(device)
-        began = time.perf_counter()
-        for _ in range(calls):
-            run()
-        times.append(1e3 * (time.perf_counter() - began) / calls)
-    return summary(times[1:])  # the first warms up
-
-
 def rates(device: torch.device, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
     """Bytes a second of a copy, read + written, and operations a second of the better product."""
     gpu = device.type == "cuda"
     source = torch.randn(2**30 if gpu else 2**22, device=device, dtype=dtype)
     copies = [(torch.empty_like(source), source)] * 10
-    copy = eager(lambda pair: pair[0].copy_(pair[1]), copies, device, seconds)
+    copy, _ = eager(lambda pair: pair[0].copy_(pair[1]), copies, device, seconds)
     products: dict[str, float] = {}
     for m, k, n in [(8192, 8192, 8192), (8192, 4096, 128256)] if gpu else [(1024, 1024, 1024)]:
         a, b = (torch.randn(rows, k, device=device, dtype=dtype) for rows in (m, n))
         pairs = [(a, b.T)] * 10
-        product = eager(lambda pair: torch.mm(*pair), pairs, device, seconds)
+        product, _ = eager(lambda pair: torch.mm(*pair), pairs, device, seconds)
         products[f"{m}x{k}x{n}"] = 2e3 * m * k * n / product["ms"]
     return {
         "copy": 2e3 * source.nbytes / copy["ms"],

@@ -37,8 +37,8 @@ _INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", 
 _TRITON_DEVICES = {"cuda", "xpu"} | ({"cpu"} if _INTERPRET else set())
 _asked: ContextVar[Backend | None] = ContextVar("liger_fn_backend", default=None)
 
-# registers hold a row of this many elements at full speed; longer rows are walked in strides of it
-_MAX_BLOCK = 8192
+# registers hold a row of this many elements; longer rows are walked in strides of it, or of less
+_MAX_BLOCK = 16384
 
 
 @contextmanager
@@ -86,10 +86,14 @@ backend_for._dynamo_marked_constant = True  # type: ignore[attr-defined]  # func
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, **meta: object) -> None:
-    """Launch a kernel on the device of its first argument; an empty grid launches nothing."""
+    """Launch a kernel on the device of its first argument; an empty grid launches nothing.
+
+    Every operation of a kernel rounds by itself, as in plain torch and in the interpreter. A fused
+    a * b + c would not: a b - c, with c that product rounded, must be 0.
+    """
     if 0 in grid:
         return
-    first = args[0]
+    first, meta["enable_fp_fusion"] = args[0], False
     if isinstance(first, Tensor) and first.device.type == "cuda":
         with torch.cuda.device(first.device):
             kernel[grid](*args, **meta)
@@ -97,10 +101,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **meta: object) ->
         kernel[grid](*args, **meta)
 
 
-def row_tile(n: int, limit: int | None = None) -> dict[str, int]:
+def row_tile(n: int, limit: int = 8192, per_warp: int = 512) -> dict[str, int]:
     """Block and warps for a kernel that walks rows of n elements, at most `limit` at a time."""
-    block = min(1 << max(n - 1, 0).bit_length(), limit or _MAX_BLOCK, _MAX_BLOCK)
-    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
+    block = min(1 << max(n - 1, 0).bit_length(), limit, _MAX_BLOCK)
+    return {"BLOCK": block, "num_warps": min(max(block // per_warp, 1), 16)}
+
+
+def strip_tile(
+    rows: int, n: int, x: Tensor, per_warp: int = 512, limit: int = 16384
+) -> tuple[int, int, dict[str, int]]:
+    """Programs, stages and tile of a persistent loop over rows that keeps sums in registers.
+
+    As few programs as keep a processor busy: each leaves sums of its own to be added up. Rows on
+    their way lie in shared memory, of which every GPU has 48 KiB for what is loaded of x and dy.
+    """
+    tile = row_tile(n, limit, per_warp)
+    stages = 3 if 6 * tile["BLOCK"] * x.element_size() <= 48 << 10 else 1
+    return strips(rows, x.device, max(1, 8192 // tile["BLOCK"])), stages, tile
 
 
 @functools.cache

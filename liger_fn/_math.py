@@ -52,6 +52,12 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def quotient(a, b):
+    """a / b to the nearest: in float32 on a GPU `/` alone may be 2 ulp off, and x / x not 1."""
+    return a / b if a.dtype == tl.float64 else tl.div_rn(a, b.to(tl.float32))
+
+
+@triton.jit
 def tanh(x):
     # 1 - 2/(e^2x + 1) cancels near 0: there the odd polynomial of Cephes' tanhf (S. Moshier) is
     # good to an ulp of float32. float64 has room for the plain form: its absolute error is 1e-16.
@@ -59,10 +65,8 @@ def tanh(x):
     far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
     far = tl.where(x < 0.0, -far, far)
     s = x * x
-    p = (
-        ((-5.70498872745e-3 * s + 2.06390887954e-2) * s - 5.37397155531e-2) * s + 1.33314422036e-1
-    ) * s
-    near = x + x * s * (p - 3.33332819422e-1)
+    p = ((-5.70498872745e-3 * s + 2.06390887954e-2) * s - 5.37397155531e-2) * s + 1.33314422036e-1
+    near = x + x * s * (p * s - 3.33332819422e-1)
     return far if x.dtype == tl.float64 else tl.where(tl.abs(x) < 0.625, near, far)
 
 
@@ -99,9 +103,7 @@ def moments(x_ptr, n, dtype: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def capped(z, SCALE: tl.constexpr, CAP: tl.constexpr):
     """CAP * tanh(SCALE * z / CAP), or SCALE * z where CAP is 0. Mask after it: tanh(-inf) is -1."""
-    z = up(z) * SCALE
-    if CAP != 0.0:
-        z = CAP * tanh(z / CAP)
+    z, _ = capped_slope(z, SCALE, CAP)
     return z
 
 
@@ -118,14 +120,69 @@ def capped_slope(z, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 
 @triton.jit
-def online(top, total, z, SCALE: tl.constexpr):
-    """Take a block into a running maximum (a scalar) and sums of exp(SCALE * (z - top)) (a block).
+def load_capped(z_ptr, mask, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """What `capped` makes of logits; -inf outside of the mask."""
+    if CAP == 0.0 and SCALE > 0.0:
+        z = up(tl.load(z_ptr, mask, other=-float("inf"))) * SCALE
+    else:  # after the cap: tanh(-inf) is -1
+        z = capped(tl.load(z_ptr, mask, other=0.0), SCALE, CAP)
+        z = tl.where(mask, z, -float("inf"))
+    return z
 
-    On line: Milakov and Gimelshein, 2018, arXiv:1805.02867.
+
+@triton.jit
+def by_lane(x):
+    """A block as rows of 8 columns, its lanes: a thread holds one, sums along it cross none."""
+    LANE: tl.constexpr = 8 if x.shape[0] >= 8 else x.shape[0]
+    return tl.reshape(x, (x.shape[0] // LANE, LANE))
+
+
+@triton.jit
+def of_lanes(value, BLOCK: tl.constexpr):
+    """Return `value`, a scalar, for each lane of a block."""
+    return tl.zeros((BLOCK // 8 if BLOCK >= 8 else 1,), value.dtype) + value
+
+
+@triton.jit
+def online(top, total, z, SCALE: tl.constexpr):
+    """Take a block, by lane, into maxima and sums of exp(SCALE * (z - top)) of each lane.
+
+    On line: Milakov and Gimelshein, 2018, arXiv:1805.02867. `whole` joins the lanes, once a row.
     """
-    new = tl.maximum(top, tl.max(z))
+    new = tl.maximum(top, tl.max(z, 1))
     shift = tl.where(new == -float("inf"), 0.0, new)  # -inf - -inf is NaN: nothing seen so far
-    return new, total * tl.exp((top - shift) * SCALE) + tl.exp((z - shift) * SCALE)
+    e = tl.exp((z - shift[:, None]) * SCALE)
+    return new, total * tl.exp((top - shift) * SCALE) + tl.sum(e, 1)
+
+
+@triton.jit
+def whole(top, total, SCALE: tl.constexpr):
+    """The maximum of a row, and its sum of exp(SCALE * (z - maximum))."""
+    high = tl.max(top)
+    shift = tl.where(high == -float("inf"), 0.0, high)
+    return high, tl.sum(total * tl.exp((top - shift) * SCALE))
+
+
+@triton.jit
+def ahead_in_lanes(z, zy, first, y):
+    """Lanes with an entry that comes before z[y] in order: larger, or as large and further left.
+
+    `first` is the column where each lane begins. The lane of y itself is `ahead_beside`.
+    """
+    LANE: tl.constexpr = z.shape[1]
+    high = tl.max(z, 1)
+    left = (first + LANE <= y) & (high >= zy)
+    return (left | ((first > y) & (high > zy))).to(tl.int32)
+
+
+@triton.jit
+def ahead_beside(
+    z_ptr, zy, y, v, SCALE: tl.constexpr, CAP: tl.constexpr, COLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    LANE: tl.constexpr = 8 if BLOCK >= 8 else BLOCK
+    col = y // LANE * LANE + tl.arange(0, LANE)
+    z = load_capped(z_ptr + col, col < v, SCALE, CAP) * COLD
+    return tl.sum(((z > zy) | ((z == zy) & (col < y))).to(tl.int32))
 
 
 @triton.jit
@@ -143,25 +200,25 @@ def ce_row(
     at = tl.where(bad, 0, y)
     steps = tl.where(y == IGNORE, 0, v)  # an ignored row is not read
     zy = capped(tl.load(z_ptr + at), SCALE, CAP)
-    top = zy
     col = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), zy.dtype)
+    tops = of_lanes(zy, BLOCK)
+    totals = of_lanes(tl.full((), 0.0, zy.dtype), BLOCK)
     spread = tl.zeros((BLOCK,), zy.dtype)
-    ahead = tl.zeros((BLOCK,), tl.int32)
+    ahead = of_lanes(tl.full((), 0, tl.int32), BLOCK)
+    first = tl.min(by_lane(col), 1)
     for k in range(0, steps, BLOCK):
         mask = k + col < v
-        z = capped(tl.load(z_ptr + k + col, mask, other=0.0), SCALE, CAP)
-        z = tl.where(mask, z, -float("inf"))  # after the cap: tanh(-inf) is -1
-        top, total = online(top, total, z, 1.0)
-        ahead += ((z > zy) | ((z == zy) & (k + col < at))).to(tl.int32)
-        if (
-            SMOOTHING != 0.0
-        ):  # sum of weight * (z[y] - z); the rest of weight * (lse - z) is gap below
+        z = load_capped(z_ptr + k + col, mask, SCALE, CAP)
+        tops, totals = online(tops, totals, by_lane(z), 1.0)
+        ahead += ahead_in_lanes(by_lane(z), zy, k + first, at)
+        if SMOOTHING != 0.0:  # sum of weight * (z[y] - z); the rest of weight * (lse - z) is gap
             gap = tl.where(mask, zy - z, 0.0)
             if weight_ptr is not None:
                 gap *= tl.load(weight_ptr + k + col, mask, other=0.0).to(zy.dtype)
             spread += gap
-    logsum = tl.log(tl.sum(total))
+    top, total = whole(tops, totals, 1.0)
+    logsum = tl.log(total)
+    before = tl.sum(ahead) + ahead_beside(z_ptr, zy, at, v, SCALE, CAP, 1.0, BLOCK)
     own = tl.full((), 1.0, zy.dtype)
     weights = own * v
     if weight_ptr is not None:
@@ -175,7 +232,7 @@ def ce_row(
     zsq = own * (top + logsum) * (top + logsum)
     nan = tl.where(bad, float("nan"), 0.0)
     nll, zsq = tl.where(y == IGNORE, 0.0, nll + nan), tl.where(y == IGNORE, 0.0, zsq + nan)
-    return nll, zsq, (tl.sum(ahead) == 0) & (y != IGNORE) & (bad == 0), top, logsum
+    return nll, zsq, (before == 0) & (y != IGNORE) & (bad == 0), top, logsum
 
 
 @triton.jit
@@ -212,90 +269,22 @@ def ce_pull(d_nll_ptr, d_zsq_ptr, row, y, weight_ptr, weights_ptr, v, lse, SMOOT
 @triton.jit
 def ce_store_gradient(
     z_ptr, dz_ptr, weight_ptr, col, v, y, top, logsum, pull, target, spread,
-    SCALE: tl.constexpr, CAP: tl.constexpr,
+    SMOOTHING: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Write pull * p - spread * weight - target at y, back through cap and scale, at `col`."""
     mask = col < v
     z, slope = capped_slope(tl.load(z_ptr + col, mask, other=0.0), SCALE, CAP)
-    weight = 1.0
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + col, mask, other=0.0).to(z.dtype)
-    g = pull * tl.exp((z - top) - logsum) - spread * weight - tl.where(col == y, target, 0.0)
+    g = pull * tl.exp((z - top) - logsum) - tl.where(col == y, target, 0.0)
+    if SMOOTHING != 0.0:
+        weight = 1.0
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + col, mask, other=0.0).to(z.dtype)
+        g -= spread * weight
     tl.store(dz_ptr + col, g * slope * SCALE, mask)
 
 
 @triton.jit
-def log1p(x):
-    u = 1.0 + x  # x / (u - 1) undoes the rounding of u (Goldberg, 1991, theorem 4)
-    exact = u == 1.0
-    return tl.where(exact, x, tl.log(u) * (x / tl.where(exact, 1.0, u - 1.0)))
-
-
-@triton.jit
-def expm1_near(x):
-    """Return exp(x) - 1: to an ulp of float32 for |x| <= 1/2, of float64 for |x| <= 1/64."""
-    p = 1 / 720 + x * (1 / 5040 + x * (1 / 40320 + x / 362880))
-    return x + x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * p))))
-
-
-@triton.jit
-def divergence_row(
-    zq_ptr, zp_ptr, v, dtype: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Two passes over a row of student logits (q) and of teacher logits (p).
-
-    Returns:
-        the divergence, then what its gradients need, of q and of p: the maximum of the logits,
-        sum(exp(SCALE * (z - maximum))), the sum of the terms.
-    """
-    col = tl.arange(0, BLOCK)
-    top_q = tl.full((), -float("inf"), dtype)
-    zeros = tl.zeros((BLOCK,), dtype)
-    top_p, sums_q, sums_p = top_q, zeros, zeros
-    for k in range(0, v, BLOCK):
-        zq, zp = divergence_load(zq_ptr, zp_ptr, k + col, v, dtype)
-        top_q, sums_q = online(top_q, sums_q, zq, SCALE)
-        top_p, sums_p = online(top_p, sums_p, zp, SCALE)
-    sum_q, sum_p = tl.sum(sums_q), tl.sum(sums_p)
-    value, b_sums, a_sums = zeros, zeros, zeros
-    for k in range(0, v, BLOCK):
-        zq, zp = divergence_load(zq_ptr, zp_ptr, k + col, v, dtype)
-        _, _, b, a = divergence_terms(zq, zp, top_q, sum_q, top_p, sum_p, KIND, BETA, SCALE)
-        value, b_sums, a_sums = value + (a + b), b_sums + b, a_sums + a
-    return tl.sum(value), top_q, sum_q, tl.sum(b_sums), top_p, sum_p, tl.sum(a_sums)
-
-
-@triton.jit
-def divergence_load(zq_ptr, zp_ptr, col, v, dtype: tl.constexpr):
-    # -inf in both: probability 0 on either side, terms of exactly 0
-    zq = tl.load(zq_ptr + col, col < v, other=-float("inf")).to(dtype)
-    return zq, tl.load(zp_ptr + col, col < v, other=-float("inf")).to(dtype)
-
-
-@triton.jit
-def divergence_terms(
-    zq, zp, top_q, sum_q, top_p, sum_p, KIND: tl.constexpr, BETA: tl.constexpr, SCALE: tl.constexpr
-):  # fmt: skip
-    """Return q, p, and b = q * df/dq, a = p * df/dp of a divergence; see ops/_divergence."""
-    zq, zp = (zq - top_q) * SCALE, (zp - top_p) * SCALE
-    q, p = tl.exp(zq) / sum_q, tl.exp(zp) / sum_p
-    r = (zp - zq) - tl.log(sum_p / sum_q)  # log(p / q); NaN where both are 0
-    size = tl.abs(r)
-    near = size < (0.015625 if r.dtype == tl.float64 else 0.5)
-    if KIND == "kl":
-        b = tl.where(near, p * expm1_near(-r), q - p)
-        a = tl.where(p == 0.0, 0.0, p * r)
-    elif KIND == "tvd":
-        half = tl.where(p > q, 0.5, tl.where(p < q, -0.5, 0.0))
-        b, a = -half * q, half * p
-    else:
-        of_p, of_q = tl.full((), BETA, p.dtype), tl.full((), 1.0 - BETA, p.dtype)
-        own, other = tl.where(r > 0.0, of_p, of_q), tl.where(r > 0.0, of_q, of_p)
-        less = tl.exp(-size)  # the smaller of p and q over the larger
-        x = other * tl.where(near, expm1_near(-size), less - 1.0)
-        # log of m over the larger: as log1p exactly 0 where p = q, else without cancellation
-        m = tl.where(x > -0.5, log1p(x), tl.log(own + other * less))
-        b = tl.where(q == 0.0, 0.0, of_q * q * (-m - tl.maximum(r, 0.0)))
-        a = tl.where(p == 0.0, 0.0, of_p * p * (tl.minimum(r, 0.0) - m))
-    return q, p, b, a
+def overwrite(z_ptr, col, v, size, g, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """Put g, back through cap and scale, in the place of logits; 0 where none are read, v = 0."""
+    _, slope = capped_slope(tl.load(z_ptr + col, col < v, other=0.0), SCALE, CAP)
+    tl.store(z_ptr + col, tl.where(v == 0, 0.0, g * slope * SCALE), col < size)

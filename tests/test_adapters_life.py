@@ -275,6 +275,8 @@ def test_a_pickle_loads_as_the_plain_model(llama, batch):
     for other in (pickle.loads(pickle.dumps(llama)), torch.load(saved, weights_only=False)):
         torch.testing.assert_close(other(**batch).loss, llama(**batch).loss)
         assert nodes(other(**batch).loss) == 0
+        with pytest.raises(AdapterError, match=r"^token_logprobs: LlamaForCausalLM was adapted"):
+            adapters.token_logprobs(other, **batch)
         assert nodes(adapt(other)(**batch).loss) == ALL
 
 

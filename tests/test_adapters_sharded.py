@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import liger_fn
-from liger_fn.nn import LMHead
+from liger_fn.nn import LMHead, ORPOLoss
 from liger_fn.nn.adapters import adapt, token_logprobs
 from tests import zoo
 
@@ -31,9 +31,10 @@ CASES = [
 class Small(nn.Module):
     """An embedding and a head of ours."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss: nn.Module | None) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(zoo.VOCAB, 8), LMHead(8, zoo.VOCAB, bias=False)
+        self.embed = nn.Embedding(zoo.VOCAB, 8)
+        self.head = LMHead(8, zoo.VOCAB, bias=False, loss=loss)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.head(self.embed(x), y)
@@ -77,11 +78,11 @@ def compare(name: str, how: str, rank: int) -> None:
     torch.testing.assert_close(logp, want_logp, rtol=1e-4, atol=1e-5)
 
 
-def compare_head(rank: int) -> None:
+def compare_head(rank: int, loss: nn.Module | None) -> None:
     torch.manual_seed(0)
-    plain, model = Small(), Small()
+    plain, model = Small(loss), Small(loss)
     model.load_state_dict(plain.state_dict())
-    x, y = torch.randint(zoo.VOCAB, (2, WORLD, 5))
+    x, y = torch.randint(zoo.VOCAB, (2, WORLD, 2, 5))
     (sum(plain(x[r], y[r]) for r in range(WORLD)) / WORLD).backward()
     fully_shard(model.head)
     fully_shard(model)
@@ -97,7 +98,8 @@ def work(rank: int, home: str) -> None:
         timeout=timedelta(seconds=120),
     )  # fmt: skip
     with liger_fn.using("reference"):
-        compare_head(rank)
+        for loss in (None, ORPOLoss()):
+            compare_head(rank, loss)
         for name, how in CASES:
             try:
                 compare(name, how, rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import transformers as hf
 
 import liger_fn
 from liger_fn.nn import adapters
-from liger_fn.nn.adapters import DeferredLogits, adapt, restore
+from liger_fn.nn.adapters import AdapterError, DeferredLogits, adapt, restore, token_logprobs
 from tests import zoo
 from tests.adapted import ALL, gradients, nodes, on
 
@@ -99,32 +100,76 @@ def test_the_one_line_loader_gives_an_adapted_model(llama, batch, tmp_path):
         assert nodes(made(**batch).loss) == ALL
 
 
-def test_the_sft_trainer_of_trl_trains_alike(llama, tmp_path):
+def test_logprobs_pass_the_wrapper_of_another_library(llama, batch):
+    labels = batch.pop("labels")
+    want = token_logprobs(adapt(llama), labels=labels, **batch)
+    ours = llama.forward
+    llama.forward = lambda *args, **kw: ours(*args, **kw)
+    got = token_logprobs(llama, labels=labels, **batch)
+    assert torch.equal(got, want)
+    assert nodes(got.sum()) == ALL  # the head among them: no logits
+    llama.forward = lambda *args, through_head, **kw: ours(*args, **kw)
+    with pytest.raises(AdapterError, match=r"^token_logprobs: LlamaForCausalLM was adapted, but"):
+        token_logprobs(llama, labels=labels, **batch)
+
+
+WORDS = [f"w{i}" for i in zoo.OURS]
+KINDS = {
+    "SFT": ("text",),
+    "DPO": ("prompt", "chosen", "rejected"),
+    "KTO": ("prompt", "completion"),
+    "Reward": ("chosen", "rejected"),
+}
+
+
+@pytest.mark.parametrize("how", ["model", "callback"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trainers_of_trl_train_alike(device, kind, how, tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    ids = torch.randint(3, 120, (8, 10)).tolist()
-    rows = datasets.Dataset.from_list([{"input_ids": row} for row in ids])
-    llama.cpu().save_pretrained(tmp_path / "model")
-    args = trl.SFTConfig(
-        str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], bf16=False,
-        save_strategy="no", logging_steps=1, disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
+    draw = random.Random(0)
+    rows = [{k: " ".join(draw.choices(WORDS, k=6)) + " " for k in KINDS[kind]} for _ in range(8)]
+    if kind == "KTO":
+        rows = [row | {"label": i % 2 == 0} for i, row in enumerate(rows)]
+    args = getattr(trl, f"{kind}Config")(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=4, report_to=[], bf16=False,
+        save_strategy="no", logging_steps=1, disable_tqdm=True, use_cpu=device.type == "cpu",
+        learning_rate=1e-2,
     )  # fmt: skip
-    words = tokenizer()
+    counts: list[int] = []
+
+    class Counting(getattr(trl, f"{kind}Trainer")):
+        def compute_loss(self, *args, **kw):
+            loss = super().compute_loss(*args, **kw)
+            counts.append(nodes(loss))
+            return loss
+
     seen = []
-    for callbacks in ([], [adapters.AdaptCallback()]):
-        model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-        trainer = trl.SFTTrainer(
-            model, args, train_dataset=rows, processing_class=words, callbacks=callbacks
-        )
-        with liger_fn.using("reference"):
-            trainer.train()
+    for adapts in (False, True):
+        model = rewarding() if kind == "Reward" else zoo.build("llama")
+        reference = {"ref_model": copy.deepcopy(model)} if kind in ("DPO", "KTO") else {}
+        trainer = Counting(
+            adapt(model) if adapts and how == "model" else model, args=args, **reference,
+            train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer(),
+            callbacks=[adapters.AdaptCallback()] if adapts and how == "callback" else [],
+        )  # fmt: skip
+        trainer.train()
         seen.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(seen[0]) == 3
+    assert len(set(seen[0])) == 3
     assert seen[1] == pytest.approx(seen[0], rel=1e-4)
+    # the loss is TRL's own
+    assert counts == [0] * 3 + [ALL - 1] * 3
+
+
+def rewarding() -> hf.PreTrainedModel:
+    torch.manual_seed(0)
+    return hf.LlamaForSequenceClassification(hf.LlamaConfig(**zoo.TEXT, num_labels=1))
 
 
 def tokenizer() -> hf.PreTrainedTokenizerFast:
-    """One that has a token for padding; the rows are tokens already."""
+    """A token for each word."""
     tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({"p": 0}, unk_token="p")
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(model), pad_token="p", eos_token="p"
-    )
+    numbers = {"pad": 0, "end": 2, **dict(zip(WORDS, zoo.OURS, strict=True))}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="pad"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="pad", eos_token="end")

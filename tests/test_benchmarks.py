@@ -1,4 +1,4 @@
-"""The benchmark harness on tiny shapes of a CPU: not what it measures, only that it is right."""
+"""The benchmark harness on small shapes of a CPU: not what it measures, only that it is right."""
 
 import json
 import re
@@ -11,93 +11,185 @@ from torch import Tensor
 
 import liger_fn
 from benchmarks import __main__ as harness
-from benchmarks import distributed
-from benchmarks.cases import OPS, Op, numbers
+from benchmarks import distributed, store
+from benchmarks.cases import OPS, cases
 from benchmarks.measure import Inputs, rates
 from benchmarks.peers import Peer
+from benchmarks.report import DOC, floors, markdown, report
+from tests.table import ROWS
 
 BY_NAME = {op.name: op for op in OPS}
+QUICK = ("--quick", "--device", "cpu", "--commit", "c0ffee", "--out")
 
 
-def tiny(op: Op) -> Op:
-    """The op at the sizes of its tests alone."""
-    return replace(op, bench=replace(op.bench, cpu=[op.row.sizes]))
-
-
-def measured(
-    ops: list[Op], out: Path, monkeypatch: pytest.MonkeyPatch, *more: str
-) -> tuple[list, str]:
-    monkeypatch.setattr(harness, "OPS", [tiny(op) for op in ops])
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its rates had been measured, and with no more calls than a median takes."""
+    monkeypatch.setattr("benchmarks.measure.LEAST", 2)
     slow = {"copy": 1e9, "matmul": 1e9, "products": {"8x8x8": 1e9}}
-    monkeypatch.setattr(harness.measure, "rates", lambda *_: slow)
+    monkeypatch.setattr("benchmarks.measure.rates", lambda *_: slow)
+
+
+def measured(out: Path, *more: str) -> store.Results:
     with liger_fn.using("reference"):
-        page = harness.main(["--quick", "--device", "cpu", "--out", str(out), *more])
-    report = json.loads(page.with_suffix(".json").read_text())
-    assert report["versions"]["torch"] == torch.__version__
-    return report["rows"], page.read_text()
+        return store.load(harness.main([*QUICK, str(out), "--seconds", "0", *more]))
 
 
-def test_every_op_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, page = measured(OPS, tmp_path, monkeypatch)
-    both = ("liger_fn", "torch")
-    assert {(r["op"], r["peer"]) for r in rows} == {(n, p) for n in BY_NAME for p in both}
+def with_peers(monkeypatch: pytest.MonkeyPatch, **others: object) -> None:
+    """swiglu alone, with peers that are given as functions."""
+    peers = tuple(Peer(name, "torch", lambda f=f: f) for name, f in others.items())
+    monkeypatch.setattr(harness, "OPS", [replace(BY_NAME["swiglu"], others=peers)])
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
+def test_every_function_with_kernels_has_a_shape_of_a_gpu() -> None:
+    assert {row.covers for row in ROWS if row.ops} == {op.name for op in OPS if op.bench.gpu}
+    assert len({op.name for op in OPS}) == len(OPS)
+
+
+def test_every_op_is_measured(tmp_path: Path) -> None:
+    results = measured(tmp_path, "--peers", "torch", "liger_fn")
+    rows = results["rows"]
+    assert {(r["op"], r["peer"]) for r in rows} == {
+        (name, peer) for name in BY_NAME for peer in ("torch", "liger_fn")
+    }
     for row in rows:
         assert row["status"] == "ok", row
-        assert row["eager"]["fwd"]["ms"] > 0
-        assert row["eager"]["fwd+bwd"]["ms"] > 0
         assert not row["overwrites"]
         assert set(row["bound"]) == set(row["error"])
-    hosts = [numbers(r["sizes"]) for r in rows if r.get("note") == "host"]
-    assert hosts == [numbers(op.bench.host) for op in OPS if op.bench.host for _ in both]
-    assert [text.split(",")[0] for text in page.split("\n## ")[1:]] == list(BY_NAME)
-
-
-def test_only_the_ops_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, _ = measured(OPS, tmp_path, monkeypatch, "--op", "rope", "swiglu")
-    assert {row["op"] for row in rows} == {"swiglu", "rope"}
+        for of in (row["eager"], row["host"]):
+            assert of["fwd"]["ms"] > 0
+            assert of["fwd+bwd"]["ms"] > 0
+    (run,) = results["runs"].values()
+    assert run["commit"] == "c0ffee"
+    assert run["versions"]["torch"] == torch.__version__
+    page = markdown(results, "page")
+    assert [text.split("\n")[0] for text in page.split("\n## ")[1:]] == list(BY_NAME)
 
 
 def test_wrong_is_not_timed_and_failures_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nan(gate: Tensor, up: Tensor) -> Tensor:
-        return gate * up * torch.nan
-
-    def short(gate: Tensor, up: Tensor) -> Tensor:
-        return (gate * up)[1:]
-
     def spoil(gate: Tensor, up: Tensor) -> Tensor:
-        y = torch.nn.functional.silu(gate) * up.clone()
+        y = silu_times(gate, up.clone())
         up.data.zero_()
         return y
 
-    def absent() -> None:
-        raise ImportError("no | such\nthing")
-
-    others = [
-        Peer("off", "torch", lambda: lambda gate, up: torch.sigmoid(gate) * up),
-        Peer("nan", "torch", lambda: nan),
-        Peer("short", "torch", lambda: short),
-        Peer("spoil", "torch", lambda: spoil),
-        Peer("absent", "torch", absent),
-        Peer("not installed", "no_such_package", absent),
-    ]
-    op = BY_NAME["swiglu"]
-    op = replace(op, others=tuple(others), bench=replace(op.bench, host=None))
-    rows, page = measured([op], tmp_path, monkeypatch)
-    by_peer = {row["peer"]: row for row in rows if row["peer"] != "liger_fn"}
-    assert {peer: row["status"] for peer, row in by_peer.items()} == {
+    with_peers(
+        monkeypatch,
+        off=lambda gate, up: torch.sigmoid(gate) * up,
+        nan=lambda gate, up: silu_times(gate, up) * torch.nan,
+        short=lambda gate, up: silu_times(gate, up)[1:],
+        spoil=spoil,
+    )
+    results = measured(tmp_path)
+    rows = {row["peer"]: row for row in results["rows"]}
+    assert {peer: row["status"] for peer, row in rows.items()} == {
         "torch": "ok",
+        "liger_fn": "ok",
         "off": "wrong",
         "nan": "wrong",
         "short": "failed",
         "spoil": "ok",
-        "absent": "failed",
     }
-    assert {peer for peer, row in by_peer.items() if "eager" in row} == {"torch", "spoil"}
-    assert by_peer["spoil"]["overwrites"] == ["up"]
-    assert by_peer["short"]["note"] == "ValueError: y0 has shape (1, 3, 5)"
-    assert "ImportError: no / such thing |" in page
+    assert {peer for peer, row in rows.items() if "eager" in row} == {"torch", "liger_fn", "spoil"}
+    assert rows["spoil"]["overwrites"] == ["up"]
+    assert rows["short"]["note"] == "ValueError: y0 has shape (63, 256)"
+
+
+def test_what_is_absent_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking() -> None:
+        raise ImportError("no such\nmodule inside")
+
+    others = (Peer("a", "no_such_package", lacking), Peer("b", "json", lacking))
+    ops = [replace(BY_NAME[name], others=others) for name in ("swiglu", "geglu")]
+    monkeypatch.setattr(harness, "OPS", ops)
+    results = measured(tmp_path)
+    assert {row["peer"] for row in results["rows"]} == {"torch", "liger_fn"}
+    (run,) = results["runs"].values()
+    assert run["absent"] == {
+        "no_such_package": "ImportError: No module named 'no_such_package'",
+        "json": "ImportError: no such module inside",
+    }
+    assert markdown(results, "page").count("no_such_package (") == 1
+
+
+def test_runs_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_peers(monkeypatch, other=silu_times)
+    names = iter(("first", "second", "third"))
+
+    class Clock:
+        now = staticmethod(lambda _: Clock)
+        isoformat = staticmethod(lambda timespec: next(names))
+
+    monkeypatch.setattr(harness, "datetime", Clock)
+    measured(tmp_path, "--peers", "torch", "liger_fn")
+    results = measured(tmp_path, "--missing")
+    assert {row["peer"]: row["run"] for row in results["rows"]} == {
+        "torch": "first",
+        "liger_fn": "first",
+        "other": "second",
+    }
+    results = measured(tmp_path, "--peers", "torch", "liger_fn")
+    assert {row["peer"]: row["run"] for row in results["rows"]} == {
+        "torch": "third",
+        "liger_fn": "third",
+        "other": "second",
+    }
+    assert list(results["runs"]) == ["second", "third"]
+
+
+def results_of(run: str, **sizes: str) -> store.Results:
+    rows = [{"op": "f", "shape": "s", "peer": p, "sizes": n, "run": run} for p, n in sizes.items()]
+    return {"machine": "m", "runs": {run: {}}, "rows": rows}
+
+
+def test_merging_keeps_the_newest_and_no_sizes_of_the_past() -> None:
+    old, new = results_of("1", a="8", b="8", c="8"), results_of("2", a="8", b="8")
+    for merged in (store.merge(old, new), store.merge(new, old)):
+        assert {row["peer"]: row["run"] for row in merged["rows"]} == {"a": "2", "b": "2", "c": "1"}
+    merged = store.merge(old, results_of("2", a="9"))
+    assert [(row["peer"], row["run"]) for row in merged["rows"]] == [("a", "2")]
+    assert list(merged["runs"]) == ["2"]
+    with pytest.raises(ValueError, match="wanted results of one machine"):
+        store.merge(old, {**new, "machine": "other"})
+
+
+def test_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_peers(monkeypatch)
+    file = harness.main([*QUICK[1:], str(tmp_path), "--compile-budget", "0", "--seconds", "0"])
+    assert {row["peer"] for row in store.load(file)["rows"]} == {"torch", "liger_fn"}
+    harness.main([*QUICK, str(tmp_path / "none"), "--budget", "0"])
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_first_shape_of_each_op_comes_first() -> None:
+    found = cases(OPS, quick=False, gpu=True)
+    assert [op.name for op, *_ in found[: len(OPS)]] == list(BY_NAME)
+    assert len(found) == sum(len(op.bench.gpu) for op in OPS)
+
+
+def test_committed_pages_are_those_of_the_committed_results() -> None:
+    files = sorted(store.HERE.glob("*.json"))
+    for file in files:
+        assert file.with_suffix(".md").read_text() == markdown(store.load(file), file.stem)
+    assert f"<!-- floors -->\n{floors(store.load(files[-1]))}\n<!-- end -->" in DOC.read_text()
+
+
+def test_report_merges_and_draws(tmp_path: Path) -> None:
+    (file, *_) = sorted(store.HERE.glob("*.json"))
+    found = store.load(file)
+    for name, some in (("a", found["rows"][::2]), ("b", found["rows"][1::2])):
+        (tmp_path / name).write_text(json.dumps({**found, "rows": some}))
+    out = tmp_path / "out"
+    written = report([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)])
+    assert (out / file.name).read_text() == file.read_text()
+    assert written[0].read_text() == file.with_suffix(".md").read_text()
+    assert [path.suffix for path in written] == [".md", ".png", ".png"]
+    assert all(path.stat().st_size > 1000 for path in written)
 
 
 def test_inputs_come_back() -> None:

@@ -27,7 +27,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import liger_fn
-from liger_fn.nn import FusedLinearCrossEntropyLoss, LMHead, RMSNorm, VocabParallelHead
+from liger_fn.nn import FusedLinearCrossEntropyLoss, LMHead, ORPOLoss, RMSNorm, VocabParallelHead
+from liger_fn.ops import _chunked
 from tests.ranks import device, on_ranks
 
 
@@ -543,6 +544,30 @@ def test_per_token_losses_counts_and_targets_that_are_no_columns_are_those_of_th
 
 
 @on_ranks
+def test_ranks_with_unequal_shards_take_as_many_chunks():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    widths = [1] * (world - 1) + [VOCAB - world + 1]
+    w0, x0, y, _ = head()
+    many, ys = x0.repeat(20, 1), y.repeat(20)
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("cpu", "cuda"):  # 16 tokens a chunk for the widest, all of them for others
+            patch.setitem(_chunked._BUDGET, kind, 16 * 8 * widths[-1])
+        for f in (liger_fn.fused_linear_ce, liger_fn.fused_linear_logp):
+            w, x = leaves(w0, many)
+            ws, xs = leaves(w0.split(widths)[rank], many)
+            want = f(w, x, ys)
+            with spied() as seen:
+                got = f(ws, xs, ys, group=(line(), widths))
+            assert len(seen) == -(-len(ys) // 16)
+            close(got.detach(), want.detach())
+            ct = torch.ones_like(want)
+            dw, dx = torch.autograd.grad(want, (w, x), ct)
+            dws, dxs = torch.autograd.grad(got, (ws, xs), ct)
+            close(dxs, dx)
+            close(dws, dw.split(widths)[rank])
+
+
+@on_ranks
 def test_collectives_are_one_small_one_a_chunk_and_one_for_dx_and_none_without_it():
     w0, x0, y, _ = head()
     (cut, i, j), _ = cuts(VOCAB)
@@ -719,6 +744,25 @@ def test_one_line_of_a_plan_shards_the_head_over_the_vocabulary():
         assert [p.placements for p in model.parameters()] == [(Shard(0),)] * (1 + bias)
     with pytest.raises(TypeError, match=r"must be a liger_fn.nn.LMHead, got Linear"):
         parallelize_module(nn.Linear(8, VOCAB), line(), VocabParallelHead())
+    with pytest.raises(TypeError, match=r"loss of the head must take group, got ORPOLoss\("):
+        parallelize_module(LMHead(8, VOCAB, loss=ORPOLoss()), line(), VocabParallelHead())
+
+
+@on_ranks
+def test_a_sharded_head_forms_a_loss_of_post_training_that_hands_the_group_on():
+    def orpo(w: Tensor, x: Tensor, y: Tensor, **head: Any) -> Tensor:
+        return liger_fn.orpo_from_logp(liger_fn.fused_linear_logp(w, x, y, **head), y, beta=0.3)
+
+    h, hs = leaves(*[draw(4, 3, 8)] * 2)
+    y = torch.arange(12).view(4, 3).to(device()) % VOCAB
+    plain, model = LMHead(8, VOCAB, loss=ORPOLoss(beta=0.3)), LMHead(8, VOCAB, loss=orpo)
+    plain, model = plain.double().to(device()), model.double().to(device())
+    model.load_state_dict(plain.state_dict())
+    model = parallelize_module(model, line(), VocabParallelHead())
+    for head_, t in ((plain, h), (model, hs)):
+        head_(t, y).backward()
+    close(hs.grad, h.grad)
+    agree(model, plain)
 
 
 @on_ranks

@@ -11,7 +11,9 @@ import torch
 
 import liger_fn
 
-README = (Path(liger_fn.__file__).parents[1] / "README.md").read_text()
+ROOT = Path(liger_fn.__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 FUNCTIONS = [name for name in liger_fn.__all__ if not isinstance(getattr(liger_fn, name), type)]
 
 
@@ -46,3 +48,25 @@ def test_the_first_lines_of_the_readme_run():
     with liger_fn.using("reference"):
         exec(code[1], scope)
     assert scope["each"]["head"].shape == (8, 1000, 64)  # type: ignore[index]  # a dict
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_readme_links_to_every_page_and_its_code_runs(page):
+    assert f"(docs/{page.name})" in README
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        if "transformers" in code:
+            pytest.importorskip("transformers")
+        with liger_fn.using("reference"):
+            exec(code, {})
+
+
+# Mllama calls its own layers by the old name
+@pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")
+@pytest.mark.usefixtures("plain")
+def test_the_page_of_families_is_what_report_says():
+    pytest.importorskip("transformers")
+    from tests import families, zoo
+
+    if zoo.OLD:
+        pytest.skip("the page is printed with transformers 5")
+    assert (ROOT / "docs/families.md").read_text() == families.page() + "\n"

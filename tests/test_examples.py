@@ -1,4 +1,4 @@
-"""The training example, on a model of 0.1 M parameters: what it writes, what it survives."""
+"""The examples, on models of 0.1 M parameters: what they write, what train_llama survives."""
 
 import importlib.util
 import re
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import liger_fn
+from tests.adapted import ALL, nodes
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--device", "cpu", "--width", "64", "--layers", "2", "--batch", "2", "--context", "32"]
@@ -347,3 +348,86 @@ def test_gradient_norms_of_pairs_equal_those_one_by_one(dpo, capsys):
         )
         grads = torch.autograd.grad(loss(params, *one, ref), list(params.values()))
         torch.testing.assert_close(torch.stack([g.norm() for g in grads]).norm(), norm)
+
+
+# -- the examples for trainers of Hugging Face
+
+SHAPE = {
+    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+SHORT = {
+    "hf_finetune": ["--batch", "2", "--context", "16"],
+    "dpo_trl": ["--pairs", "2"],
+}
+
+
+def hf_example(name: str, patch: pytest.MonkeyPatch) -> ModuleType:
+    """An example with little text and a tiny model."""
+    for needed in ("transformers", "accelerate", *(["trl"] if "trl" in name else [])):
+        pytest.importorskip(needed)
+    patch.syspath_prepend(ROOT / "examples")  # for the processes that it starts
+    patch.setenv("PYTHONPATH", str(ROOT))
+    runs = load_example("hf_runs")
+    train, held = (pieces[:9] for pieces in runs.python_text())
+    patch.setattr(runs, "python_text", lambda: (train, held))
+    patch.setattr(runs, "TINY", SHAPE)
+    return load_example(name)
+
+
+def short_runs(example: ModuleType, folder: Path) -> dict:
+    flags = ["--device", "cpu", "--steps", "4", "--out", str(folder / "curves.png")]
+    return example.main([*flags, *SHORT[example.__name__]])
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_trainer_runs_alike_with_and_without(name, tmp_path, capsys, monkeypatch):
+    example, found = hf_example(name, monkeypatch), {}
+    if name == "dpo_trl":
+        monkeypatch.setattr(sys.modules["dpo_loop"], "FILES", 12)
+        monkeypatch.setattr(example, "HELD", 4)
+
+    def here(train, *given):
+        return {name: train(name, *given) for name in ("plain", "liger_fn")}
+
+    def measured(trainer, name, device):
+        found[name] = trainer
+        return sys.modules["hf_runs"].measured(trainer, name, device)
+
+    monkeypatch.setattr(example, "both", here)
+    monkeypatch.setattr(example, "measured", measured)
+    runs = short_runs(example, tmp_path)
+    plain, liger = runs["plain"], runs["liger_fn"]
+    assert len(plain.losses) == len(plain.seconds) == 4
+    assert len(set(plain.losses)) == 4
+    assert liger.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert liger.held_out == pytest.approx(plain.held_out, rel=1e-5)
+    batch = next(iter(found["plain"].get_train_dataloader()))
+    used = {k: nodes(t.compute_loss(t.model.train(), dict(batch))) for k, t in found.items()}
+    assert used == {"plain": 0, "liger_fn": ALL}
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    out = capsys.readouterr().out
+    assert re.search(r"last loss +held out +seconds +ms/step +peak MiB\n", out)
+    for name in runs:
+        assert re.search(rf"^{name} +\d\.\d+ +\d\.\d+ +\d+\.\d +\d+\.\d +\d+$", out, re.M)
+
+
+def test_each_run_has_a_process_of_its_own(tmp_path, monkeypatch):
+    runs = short_runs(hf_example("hf_finetune", monkeypatch), tmp_path)
+    assert [len(run.losses) for run in runs.values()] == [4, 4]
+    assert all(run.peak > 0 for run in runs.values())
+
+
+def test_a_model_without_tokenizer_gets_one(tmp_path, monkeypatch):
+    hf_example("hf_finetune", monkeypatch)
+    runs = sys.modules["hf_runs"]
+    runs.load_model(None, SHAPE).save_pretrained(tmp_path)
+    pieces = runs.python_text()[0]
+    made = runs.load_tokenizer(str(tmp_path), {}, pieces)
+    assert 256 < len(made) <= SHAPE["vocab_size"]
+    assert made.decode(made("def é(x):\n")["input_ids"]) == "def é(x):\n"
+    made.save_pretrained(tmp_path)
+    assert runs.load_tokenizer(str(tmp_path), {}, []).get_vocab() == made.get_vocab()
+    want = runs.load_model(None, SHAPE).state_dict()
+    got = runs.load_model(str(tmp_path), {}).state_dict()
+    assert all(torch.equal(got[k], p) for k, p in want.items())

@@ -15,6 +15,7 @@ from tests.tolerance import (
     assert_pure_and_close,
     assert_pure_and_exact,
     far_apart,
+    on_a_cpu,
     results,
     same_bits,
 )
@@ -99,9 +100,11 @@ def test_a_mean_of_1e5_deviations_keeps_the_error_rule(backend, device, s):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_halves_take_float32_parameters(backend, dtype):  # torch does so on a CPU alone
-    w = 1 + 1e-3 * torch.arange(24.0)
-    hold(4, drawn(5, 24, 3, device="cpu", dtype=dtype), w, w - 2)
+def test_halves_take_float32_parameters(backend, device, dtype):
+    w = 1 + 1e-3 * torch.arange(24.0, device=device)
+    plain = on_a_cpu(by(F.group_norm, 4))  # torch takes them there alone
+    x = drawn(5, 24, 3, device=device, dtype=dtype)
+    assert_pure_and_exact(by(group_norm, 4), plain, plain, x, w, w - 2)
 
 
 def test_a_mean_whose_square_overflows_is_no_infinity(backend, device):

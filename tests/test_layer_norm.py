@@ -15,6 +15,7 @@ from tests.tolerance import (
     assert_pure_and_close,
     assert_pure_and_exact,
     far_apart,
+    on_a_cpu,
     results,
     same_bits,
 )
@@ -92,10 +93,13 @@ def test_statistics_of_halves_are_float32(backend, device, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_halves_take_float32_parameters(backend, dtype):
+def test_halves_take_float32_parameters(backend, device, dtype):
     # torch does so on a CPU alone; 1 + 1e-3 k would lose its digits in halves
-    w = 1 + 1e-3 * torch.arange(24.0)
-    hold(drawn(5, 24, device="cpu", dtype=dtype), w, w - 2)
+    w = 1 + 1e-3 * torch.arange(24.0, device=device)
+    there = on_a_cpu(plain)
+    assert_pure_and_exact(
+        layer_norm, there, there, drawn(5, 24, device=device, dtype=dtype), w, w - 2
+    )
 
 
 @pytest.mark.parametrize("wb", [torch.bfloat16, torch.float64])

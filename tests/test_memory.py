@@ -1,29 +1,47 @@
-"""Peak memory of the fused head, against the logits and the gradient that it need not hold."""
+"""Peak memory of the fused heads, against the logits and the gradients that they need not hold.
+
+fused_linear_ce at the size of a small model, by the peak of a process. Every head of the table at
+small sizes, by the tensors that torch allocates, which a profiler counts to the byte.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from liger_fn import fused_linear_ce
+from liger_fn import fused_linear_ce, using
+from tests.table import ROWS, Draw, Row
 
 ON_GPU = torch.cuda.is_available()
 ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.profiler.ProfilerActivity.CPU
 FORGET_PEAK = Path("/proc/self/clear_refs")  # the kernel keeps the peak of a process; 5 forgets it
 
 # the logits of a small language model take 250 MiB, its head 62.5 MiB; a GPU has chunks of 1 GiB
 M, D, V = 16_384 if ON_GPU else 2048, 512, 32_000
 HEAD = V * D * 4 / 2**20
 
-pytestmark = pytest.mark.skipif(
+HEADS = {row.id: row for row in ROWS if {"d", "v"} <= row.sizes.keys()}
+# heads of scalar losses with a row kernel of their own: how many chunks of logits it works on
+KERNELS = {
+    "fused_linear_ce": 1, "fused_linear_kl": 2, "fused_linear_kl-topk": 1, "fused_linear_jsd": 2,
+    "fused_linear_tvd": 2, "fused_linear_cosine": 2,
+}  # fmt: skip
+
+of_a_process = pytest.mark.skipif(
     not ON_GPU and not FORGET_PEAK.exists(), reason="nothing here tells a process its peak memory"
 )
 
@@ -91,15 +109,70 @@ def peak_of(name: str) -> float:
     return float(done.stdout)
 
 
+@of_a_process
 def test_the_fused_head_needs_less_than_a_third_of_the_memory_of_plain_torch():
     fused, plain = peak_of("fused"), peak_of("plain")
     assert fused < plain / 3, f"{fused:.0f} MiB against {plain:.0f} MiB, {fused / plain:.2f} of it"
 
 
+@of_a_process
 @pytest.mark.parametrize("name", ["fused, frozen", "no grad"])
 def test_without_its_gradient_the_head_needs_no_memory_of_its_size(name):
     needed = peak_of(name)
     assert needed < HEAD / 2, f"{needed:.0f} MiB, a gradient of the head has {HEAD:.0f} MiB"
+
+
+# -- every head: what torch allocates --------------------------------------------------------------
+
+
+def held(run: Callable[[], object], device: torch.device, folder: Path) -> int:
+    """Bytes of tensors at the peak of a run, beyond those that were there."""
+    if device.type == "cuda":
+        run()  # workspaces of libraries stay
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[CPU], profile_memory=True) as profile:
+        run()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    return max(accumulate(change for _, change in changes))
+
+
+def step_of(
+    row: Row, device: torch.device, tokens: int, d: int, v: int
+) -> tuple[int, Callable[..., Any]]:
+    """Bytes of the logits of a row, and a step forward and backward."""
+    lead = {"lead": (tokens,)} if "lead" in row.sizes else {"b": tokens // 16, "t": 8}
+    made = row.make(Draw(), **{**row.sizes, **lead, "d": d, "v": v})
+    args = {n: (t.float() if t.is_floating_point() else t).to(device) for n, t in made.items()}
+    wanted = [args[name].requires_grad_() for name in row.differentiable]
+
+    def of(f: Callable[..., Any], **options: Any) -> None:
+        out = tree_leaves(f(*args.values(), **options))
+        torch.autograd.grad(sum(t.sum() for t in out), wanted)
+
+    return args["x"].shape[:-1].numel() * v * 4, of
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_needs_less_than_a_third_of_the_memory_of_plain_torch(name, device, tmp_path):
+    row = HEADS[name]
+    logits, step = step_of(row, device, tokens=64, d=4, v=512)
+    plain = held(lambda: step(row.oracle), device, tmp_path)
+    assert plain > 3 * logits  # logits, what softmax made of them, their gradient
+    fused = held(lambda: step(row.fn, chunk=4), device, tmp_path)
+    assert fused < plain / 3, f"{fused} bytes against {plain}, {fused / plain:.2f} of it"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_row_kernel_turns_logits_into_their_gradient_in_place(name, device, tmp_path):
+    logits, step = step_of(HEADS[name], device, tokens=32, d=1, v=2048)
+    with using("triton"):
+        peak = held(lambda: step(HEADS[name].fn, chunk=32), device, tmp_path)
+    assert peak < (KERNELS[name] + 0.25) * logits, f"{peak / logits:.2f} chunks"
 
 
 if __name__ == "__main__":

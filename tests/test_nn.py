@@ -10,7 +10,6 @@ import io
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,63 +18,12 @@ from torch import Tensor
 
 import liger_fn
 from liger_fn import nn
+from tests.modules import LAYERS, MODULES, D, inputs, made
 from tests.tolerance import assert_exact_as, cotangents, same_bits
 
-D, V = 8, 13
-LOSS = nn.FusedLinearCrossEntropyLoss(softcap=3.0, logit_scale=0.5, label_smoothing=0.1)
-
-# name: (the module, what it stands for or None, shape of x)
-MODULES: dict[str, tuple[Callable[..., torch.nn.Module], Callable | None, tuple[int, ...]]] = {
-    "rms": (
-        lambda **kw: nn.RMSNorm(D, 1e-5, casting="gemma", **kw),
-        lambda **kw: torch.nn.RMSNorm(D, 1e-5, **kw),
-        (3, 5, D),
-    ),
-    "rms-axes": (
-        lambda **kw: nn.RMSNorm([5, D], None, casting="gemma", **kw),
-        lambda **kw: torch.nn.RMSNorm([5, D], None, **kw),
-        (3, 5, D),
-    ),
-    "rms-plain": (
-        lambda **kw: nn.RMSNorm(D, 1e-5, elementwise_affine=False, **kw),
-        lambda **kw: torch.nn.RMSNorm(D, 1e-5, elementwise_affine=False, **kw),
-        (3, D),
-    ),
-    "layer": (
-        lambda **kw: nn.LayerNorm(D, **kw),
-        lambda **kw: torch.nn.LayerNorm(D, **kw),
-        (3, 5, D),
-    ),
-    "layer-axes": (
-        lambda **kw: nn.LayerNorm((5, D), 1e-3, bias=False, **kw),
-        lambda **kw: torch.nn.LayerNorm((5, D), 1e-3, bias=False, **kw),
-        (3, 5, D),
-    ),
-    "group": (
-        lambda **kw: nn.GroupNorm(2, 4, **kw),
-        lambda **kw: torch.nn.GroupNorm(2, 4, **kw),
-        (3, 4, 5, 2),
-    ),
-    "dyt": (lambda **kw: nn.DyT(D, **kw), None, (3, D)),
-    "swiglu": (lambda **kw: nn.SwiGLUMLP(D, 6, **kw), None, (3, D)),
-    "geglu": (lambda **kw: nn.GEGLUMLP(D, 6, bias=True, approximate="none", **kw), None, (3, D)),
-    "head": (
-        lambda **kw: nn.LMHead(D, V, **kw),
-        lambda **kw: torch.nn.Linear(D, V, **kw),
-        (3, 5, D),
-    ),
-}
 every = pytest.mark.parametrize("name", MODULES)
-standing = pytest.mark.parametrize("name", [k for k, m in MODULES.items() if m[1] is not None])
-
-
-def made(name: str, device: torch.device, **kw) -> torch.nn.Module:
-    """The module, with parameters that are not at their start."""
-    module = MODULES[name][0](device=device, **kw)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(torch.randn_like(p) / 4)
-    return module
+layers = pytest.mark.parametrize("name", LAYERS)
+standing = pytest.mark.parametrize("name", [k for k, m in LAYERS.items() if m.twin is not None])
 
 
 def gradients(module: torch.nn.Module, x: Tensor) -> list[Tensor]:
@@ -91,12 +39,12 @@ def gradients(module: torch.nn.Module, x: Tensor) -> list[Tensor]:
 @standing
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_module_computes_what_it_stands_for(device, name, dtype):
-    _, twin, shape = MODULES[name]
+    twin = LAYERS[name].twin
     ours, theirs = made(name, device, dtype=dtype), twin(device=device, dtype=dtype)
     theirs.load_state_dict(ours.state_dict())
     ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(shape, device=device, dtype=dtype)
-    exact = copy.deepcopy(theirs).double()
+    (x,), _ = inputs(name, device)
+    x, exact = x.to(dtype), copy.deepcopy(theirs).double()
     if name == "rms-axes":
         exact.eps = torch.finfo(dtype).eps
     every = gradients(ours, x), gradients(theirs, x), gradients(exact, x.double())
@@ -109,11 +57,10 @@ def test_a_module_computes_what_it_stands_for(device, name, dtype):
 
 @standing
 def test_a_module_is_one_of_those_it_stands_for_and_starts_alike(device, name):
-    _, twin, _ = MODULES[name]
     torch.manual_seed(1)
-    ours = MODULES[name][0](device=device)
+    ours = LAYERS[name].make(device=device)
     torch.manual_seed(1)
-    theirs = twin(device=device)
+    theirs = LAYERS[name].twin(device=device)
     assert isinstance(ours, type(theirs))
     assert all(hasattr(ours, k) for k in vars(theirs))
     for got, want in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -170,7 +117,9 @@ def test_frequencies_stay_float32_and_out_of_the_state_dict(device):
     model = torch.nn.Sequential(rotary).to(torch.bfloat16)
     assert same_bits(model[0].inv_freq, want)
     assert not model.state_dict()
-    cos, _ = rotary(torch.ones(1, dtype=torch.bfloat16, device=device), torch.arange(3)[None])
+    cos, _ = rotary(
+        torch.ones(1, dtype=torch.bfloat16, device=device), torch.arange(3, device=device)[None]
+    )
     assert cos.dtype == torch.bfloat16
 
 
@@ -185,100 +134,52 @@ def test_an_odd_width_is_refused():
         nn.RotaryEmbedding(3)
 
 
-# -- losses
-
-
-@pytest.mark.parametrize("shape", [(V,), (4, V), (4, V, 3), (2, V, 3, 2)])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy_is_that_of_torch_with_classes_on_its_axis(device, shape, reduction):
-    weight = torch.rand(V, device=device, dtype=torch.float64)
-    options = {"weight": weight, "ignore_index": 2, "label_smoothing": 0.1, "reduction": reduction}
-    logits = torch.randn(shape, device=device, dtype=torch.float64)
-    y = torch.randint(V, (*shape[:1], *shape[2:]) if len(shape) > 1 else (), device=device)
-    ours, theirs = nn.CrossEntropyLoss(**options), torch.nn.CrossEntropyLoss(**options)
-    torch.testing.assert_close(ours(logits, y), theirs(logits, y))
-    assert isinstance(ours, torch.nn.CrossEntropyLoss)
-    assert list(ours.state_dict()) == list(theirs.state_dict()) == ["weight"]
-
-
-def test_a_head_gives_logits_or_the_loss_of_these_logits(device):
-    head = nn.LMHead(D, V, device=device, dtype=torch.float64, loss=copy.deepcopy(LOSS))
-    x, y = torch.randn(2, 5, D, device=device).double(), torch.randint(V, (2, 5), device=device)
-    z = head(x)
-    torch.testing.assert_close(z, 3.0 * torch.tanh(F.linear(x, head.weight, head.bias) / 6.0))
-    want = F.cross_entropy(z.flatten(0, 1), y.flatten(), label_smoothing=0.1)
-    torch.testing.assert_close(head(x, y), want)
-    torch.testing.assert_close(head(x, y, n_valid=5.0), 2 * want)
-    torch.testing.assert_close(head(x, y, token_weight=torch.ones_like(x[..., 0]) / 2), want / 2)
-    torch.testing.assert_close(LOSS(head.weight, x, y, head.bias), want)
-
-
-def test_hooks_around_a_head_see_the_call_that_forms_the_loss(device):
-    head, seen = nn.LMHead(D, V, bias=False, device=device), []
-    head.register_forward_pre_hook(lambda *a: seen.append("before"))
-    head.register_forward_hook(lambda *a: seen.append("after"))
-    head(torch.randn(3, D, device=device), torch.arange(3, device=device)).backward()
-    assert seen == ["before", "after"]
-    assert list(head.state_dict()) == ["weight"]
-
-
 # -- life of a module
+
+
+def test_the_list_holds_every_module():
+    modules = {name for name in nn.__all__ if issubclass(getattr(nn, name), torch.nn.Module)}
+    assert {type(made(name, torch.device("cpu"))).__name__ for name in MODULES} == modules
 
 
 @every
 def test_a_copy_and_a_pickle_compute_the_same(device, name):
-    module, x = made(name, device), torch.randn(MODULES[name][2], device=device)
+    module, (args, kw) = made(name, device), inputs(name, device)
     saved = io.BytesIO()
     torch.save(module, saved)
     saved.seek(0)
     again = pickle.loads(pickle.dumps(module)), torch.load(saved, weights_only=False)
     for other in (copy.deepcopy(module), *again):
-        assert same_bits(other(x).detach(), module(x).detach())
+        torch.testing.assert_close(other(*args, **kw), module(*args, **kw), rtol=0, atol=0)
+        assert repr(other) == repr(module)
         assert not {id(p) for p in other.parameters()} & {id(p) for p in module.parameters()}
 
 
-@every
+@layers
 def test_parameters_come_back_after_meta(device, name):
-    module = MODULES[name][0](device="meta", dtype=torch.bfloat16)
+    module = LAYERS[name].make(device="meta", dtype=torch.bfloat16)
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in module.parameters())
     module.to_empty(device=device).reset_parameters()
     assert all(p.isfinite().all() for p in module.parameters())
 
 
+def test_what_is_no_layer_holds_no_parameter(device):
+    assert not any([*made(name, device).parameters()] for name in MODULES if name not in LAYERS)
+
+
 @every
 def test_a_module_can_be_exported_and_compiled(device, name):
-    module, x = made(name, device), torch.randn(MODULES[name][2], device=device)
-    want = module(x)
-    program = torch.export.export(module, (x,))
-    torch.testing.assert_close(program.module()(x), want)
+    module, (args, kw) = made(name, device), inputs(name, device)
+    want = module(*args, **kw)
+    program = torch.export.export(module, args, kw)
+    torch.testing.assert_close(program.module()(*args, **kw), want)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), want)
+    torch.testing.assert_close(compiled(*args, **kw), want)
 
 
-def test_a_rotary_embedding_and_a_loss_can_be_exported(device):
-    x, at = torch.randn(2, 3, D, device=device), torch.arange(3, device=device)[None]
-    rotary = nn.RotaryEmbedding(4, device=device)
-    torch.testing.assert_close(torch.export.export(rotary, (x, at)).module()(x, at), rotary(x, at))
-    head, y = made("head", device), torch.randint(V, (2, 3), device=device)
-    program = torch.export.export(head, (x, y)).module()
-    torch.testing.assert_close(program(x, y), head(x, y))
-
-
-@pytest.mark.parametrize(
-    ("module", "text"),
-    [
-        (
-            nn.RMSNorm(8, offset=1.0),
-            "RMSNorm((8,), eps=1e-06, elementwise_affine=True, offset=1.0, casting='llama')",
-        ),
-        (nn.DyT(8), "DyT(8, alpha=0.5)"),
-        (nn.RotaryEmbedding(4), "RotaryEmbedding(4, base=10000.0)"),
-        (nn.CrossEntropyLoss(), "CrossEntropyLoss()"),
-        (LOSS, f"{type(LOSS).__name__}(label_smoothing=0.1, softcap=3.0, logit_scale=0.5)"),
-    ],
-)
-def test_a_module_names_its_options(module, text):
-    assert repr(module) == text
+@every
+def test_a_module_names_its_options(device, name):
+    assert repr(made(name, device)).startswith(MODULES[name].text)
 
 
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
@@ -297,7 +198,15 @@ def test_an_unknown_gelu_is_refused():
 
 
 def test_every_name_is_exported_and_every_example_runs():
-    names = ("norms", "gates", "rotary", "losses", "adapters.survey", "adapters.adapt")
+    names = (
+        "norms",
+        "gates",
+        "rotary",
+        "losses",
+        "preference",
+        "adapters.survey",
+        "adapters.adapt",
+    )
     for name in names:
         module = importlib.import_module(f"liger_fn.nn.{name}")
         found = doctest.testmod(module, extraglobs={"torch": torch, "liger_fn": liger_fn})

@@ -732,3 +732,19 @@ def test_kinds_are_held_to():
         kto_from_logp(P, Y, FLAGS, None, kl=0)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'gamma'"):
         simpo_from_logp(P, Y, gamma=1.0)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("chunk", [3, 8, 12, None])
+def test_a_policy_is_its_own_reference_bit_for_bit(backend, device, name, chunk):
+    w, x = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((37, 5), (6, 4, 5)))
+    y = torch.randint(37, (6, 4), device=device)
+    own = {"ref_w": w.clone(), "ref_x": x.clone(), "chunk": chunk}
+    if name == "dpo":
+        found = liger_fn.dpo_loss_with_metrics(w.requires_grad_(), x, y, **own)
+        assert not found.margin
+    else:
+        good = torch.arange(6, device=device) % 2 == 0
+        found = liger_fn.kto_loss_with_metrics(w.requires_grad_(), x, y, good, kl=0.0, **own)
+        assert not found.chosen_reward
+        assert not found.rejected_reward

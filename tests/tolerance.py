@@ -83,6 +83,11 @@ def results(
     return tuple(y.detach() for y in ys), torch.autograd.grad(ys, leaves, dys)
 
 
+def on_a_cpu(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Run f on a CPU, and bring its result to where the first argument lies."""
+    return lambda *args: f(*(t.cpu() for t in args)).to(args[0].device)
+
+
 def cotangents(ys: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     g = torch.Generator().manual_seed(7)
     return tuple(torch.randn(y.shape, generator=g, dtype=torch.float64).to(y) for y in ys)

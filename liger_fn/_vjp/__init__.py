@@ -27,7 +27,8 @@ from torch import Tensor
 
 from liger_fn._launch import Backend, Maybe, Rule, backend_for
 from liger_fn._vjp.functions import make_functions
-from liger_fn._vjp.levels import plain
+from liger_fn._vjp.levels import derivative as derivative
+from liger_fn._vjp.levels import plain as plain
 from liger_fn._vjp.levels import tracked as tracked
 from liger_fn._vjp.levels import watched as watched
 from liger_fn._vjp.op import Op

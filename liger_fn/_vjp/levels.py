@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd.graph import saved_tensors_hooks
 
 _LEGACY_BATCHED = torch._C._dispatch_key_parse("Batched")
+_DIFFERENTIATES = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
 
 
 def plain() -> bool:
@@ -34,6 +37,35 @@ def watched(t: Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or plain()
     )
+
+
+def derivative(f: Callable[..., Tensor], x: Tensor, *args: Tensor | None) -> Tensor:
+    """df / dx of a scalar f(x, *args) in plain torch, wherever a rule runs.
+
+    Inside a registered op the dispatcher leaves out what differentiates: it is let in again.
+    """
+    left_out = torch._C._dispatch_tls_local_exclude_set()
+    inside = left_out.has(torch._C.DispatchKey.ADInplaceOrView)
+    if not inside and torch._C._are_functorch_transforms_active():
+        return torch.func.grad(f)(x, *args)
+    if not inside and torch.is_grad_enabled():  # someone may differentiate the derivative
+        at = x if x.requires_grad else x.detach().requires_grad_()
+        return torch.autograd.grad(f(at, *args), at, create_graph=True)[0]
+    with (
+        torch._C._ForceDispatchKeyGuard(
+            torch._C._dispatch_tls_local_include_set(), left_out - _DIFFERENTIATES
+        ),
+        _no_hooks(),
+        torch.enable_grad(),
+    ):
+        at = x.detach().requires_grad_()
+        return torch.autograd.grad(f(at, *args), at)[0]
+
+
+def _no_hooks() -> AbstractContextManager[None]:
+    """What is saved here is not for the checkpoint around; under torch.func there is none."""
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]  # no stub
+    return saved_tensors_hooks(lambda t: t, lambda t: t) if enabled else nullcontext()
 
 
 def is_legacy_batched(t: Tensor) -> bool:

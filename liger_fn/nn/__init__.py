@@ -15,6 +15,13 @@ from liger_fn.nn.norms import DyT as DyT
 from liger_fn.nn.norms import GroupNorm as GroupNorm
 from liger_fn.nn.norms import LayerNorm as LayerNorm
 from liger_fn.nn.norms import RMSNorm as RMSNorm
+from liger_fn.nn.preference import CPOLoss as CPOLoss
+from liger_fn.nn.preference import DPOLoss as DPOLoss
+from liger_fn.nn.preference import GRPOLoss as GRPOLoss
+from liger_fn.nn.preference import JSDLoss as JSDLoss
+from liger_fn.nn.preference import KTOLoss as KTOLoss
+from liger_fn.nn.preference import ORPOLoss as ORPOLoss
+from liger_fn.nn.preference import SimPOLoss as SimPOLoss
 from liger_fn.nn.rotary import RotaryEmbedding as RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -32,14 +39,21 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "GEGLUMLP",
+    "CPOLoss",
     "CrossEntropyLoss",
+    "DPOLoss",
     "DyT",
     "FusedLinearCrossEntropyLoss",
+    "GRPOLoss",
     "GroupNorm",
+    "JSDLoss",
+    "KTOLoss",
     "LMHead",
     "LayerNorm",
+    "ORPOLoss",
     "RMSNorm",
     "RotaryEmbedding",
+    "SimPOLoss",
     "SwiGLUMLP",
     "VocabParallelHead",
 ]

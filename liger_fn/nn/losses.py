@@ -6,6 +6,7 @@ module's call (FSDP, ZeRO) has gathered it then, as for any `torch.nn.Linear`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,7 +113,8 @@ class LMHead(nn.Linear):
         bias: whether there is one.
         device: of the parameters.
         dtype: of the parameters.
-        loss: options of the loss; its scale and soft cap hold for the logits too.
+        loss: a module or function that is called as loss(w, x, ..., b=b), say `DPOLoss`; its
+            logit_scale and softcap, where it has them, hold for the logits too.
 
     Example:
         >>> head, x = LMHead(3, 4, bias=False), torch.ones(2, 3)
@@ -123,34 +125,31 @@ class LMHead(nn.Linear):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
-        loss: FusedLinearCrossEntropyLoss | None = None,
+        loss: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         self.loss = FusedLinearCrossEntropyLoss() if loss is None else loss
         self.vocab_mesh: Any = None  # over which VocabParallelHead has sharded the parameters
 
-    def forward(
-        self, x: Tensor, y: Tensor | None = None, *,
-        token_weight: Tensor | None = None, n_valid: float | Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Logits (..., v) of x (..., d), or the loss of aligned targets y (...)."""
-        if y is not None:
-            extra: dict[str, Any] = {"token_weight": token_weight, "n_valid": n_valid}
-            w: Tensor = self.weight
-            b: Tensor | None = self.bias
-            if self.vocab_mesh is not None:
-                from liger_fn.nn.parallel import local_shard
+    def forward(  # type: ignore[override]  # x has company where there is a loss
+        self, x: Tensor, *targets: Tensor | None, **more: Any
+    ) -> Any:
+        """Logits (..., v) of x (..., d) alone, or the loss of x beside what else the loss takes."""
+        mesh = self.vocab_mesh
+        w: Tensor = self.weight
+        b: Tensor | None = self.bias
+        if any(t is not None for t in (*targets, *more.values())):
+            if mesh is not None:
+                from liger_fn.nn.parallel import shard_of_head
 
-                w = local_shard(w, self.vocab_mesh)
-                b = None if b is None else local_shard(b, self.vocab_mesh)
-                extra["group"] = self.vocab_mesh, self.out_features
-            return self.loss(w, x, y, b, **extra)
-        if self.vocab_mesh is None:
-            z = F.linear(x, self.weight, self.bias)
+                w, b, more["group"] = shard_of_head(self, mesh)
+            return self.loss(w, x, *targets, b=b, **more)
+        if mesh is None:
+            z = F.linear(x, w, b)
         else:
             from liger_fn.nn.parallel import gathered_logits
 
-            z = gathered_logits(self, x, self.vocab_mesh)
-        z = z if self.loss.logit_scale == 1.0 else z * self.loss.logit_scale
-        cap = self.loss.softcap
+            z = gathered_logits(self, x, mesh)
+        scale, cap = (getattr(self.loss, name, None) for name in ("logit_scale", "softcap"))
+        z = z if scale in (None, 1.0) else z * scale
         return z if cap is None else cap * torch.tanh(z / cap)

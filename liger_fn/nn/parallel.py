@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,11 +25,16 @@ class VocabParallelHead(ParallelStyle):
 
     The weight becomes a DTensor, Shard(0), cut as torch cuts. `head(x, y)` is then a vocabulary
     parallel `fused_linear_ce`: no logits in memory and none sent. `head(x)` gathers logits.
-    Targets, and what else the loss is given, are whole on each rank.
+    Targets, and what else the loss is given, are whole on each rank. A loss of the head's own is
+    called as loss(w, x, ..., b=b, group=group); docs/distributed.md has one of post-training.
 
     Args:
         input_layouts: how x lies: Replicate(), or Shard(1) behind a sequence parallel norm, for
             which it is gathered and its gradient cut again.
+
+    Raises:
+        TypeError: the module is no `LMHead`, or its loss does not take `group`.
+        ValueError: the mesh has more dimensions than one.
 
     Example:
         `parallelize_module(model, mesh["tp"], {"head": VocabParallelHead()})`
@@ -44,6 +50,7 @@ class VocabParallelHead(ParallelStyle):
                 f"VocabParallelHead: the module must be a liger_fn.nn.LMHead, got "
                 f"{type(module).__name__}"
             )
+        _check_loss(module.loss)
         if device_mesh.ndim != 1:
             raise ValueError(f"VocabParallelHead: the mesh must have one dimension: {device_mesh}")
         module.vocab_mesh = device_mesh
@@ -64,8 +71,29 @@ def _partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(key, nn.Parameter(cut, requires_grad=p.requires_grad))
 
 
-def local_shard(p: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What this rank holds of a parameter that `VocabParallelHead` has sharded."""
+def _check_loss(loss: Any) -> None:
+    """Hold the loss of a head to one that knows shards."""
+    # losses of post-training hand all keywords to their function
+    f = getattr(loss, "function", getattr(loss, "forward", loss))
+    takes = inspect.signature(f).parameters
+    if "group" not in takes and all(p.kind is not p.VAR_KEYWORD for p in takes.values()):
+        raise TypeError(
+            f"VocabParallelHead: the loss of the head must take group, got {loss}: one of "
+            "post-training is a function of yours that calls its *_from_logp on "
+            "fused_linear_logp(w, x, y, b=b, group=group)"
+        )
+
+
+def shard_of_head(
+    head: LMHead, mesh: DeviceMesh
+) -> tuple[Tensor, Tensor | None, tuple[DeviceMesh, int]]:
+    """Weight and bias of this rank, and the group that they are a shard over."""
+    b: Tensor | None = head.bias
+    b = None if b is None else _local(b, mesh)
+    return _local(head.weight, mesh), b, (mesh, head.out_features)
+
+
+def _local(p: Tensor, mesh: DeviceMesh) -> Tensor:
     if not isinstance(p, DTensor) or p.device_mesh != mesh or p.placements != (Shard(0),):
         what = p.placements if isinstance(p, DTensor) else type(p).__name__
         raise ValueError(

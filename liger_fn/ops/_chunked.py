@@ -9,7 +9,7 @@ Sums over tokens are kept in `accum_dtype`; half precision products accumulate i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,18 +28,20 @@ _BUDGET_GPU = 1 << 30
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps")  # a meta tensor has none
 
 Rows = Callable[..., tuple[tuple[Tensor, ...], Tensor | None]]
+Chunk = tuple[slice, ...]  # rows of x that go through the loop together
 
 
 def check_head(
-    op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, chunk: int | None
-) -> None:
+    op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, chunk: int | None,
+    accum_dtype: torch.dtype,
+) -> None:  # fmt: skip
     """Hold the tensors of a head together."""
     check_tensors(op, w=(w, "v d"), x=(x, "... d"), y=(y, "int ..."), b=(b, "? v"))
     check_rows(op, y, x=x)
-    check_chunk(op, chunk)
+    check_chunk(op, chunk, accum_dtype)
 
 
-def check_chunk(op: str, chunk: int | None, accum_dtype: torch.dtype = torch.float32) -> None:
+def check_chunk(op: str, chunk: int | None, accum_dtype: torch.dtype) -> None:
     """Hold how the loop goes to its meaning."""
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"{op}: chunk must be an integer above 0, got {chunk!r}")
@@ -51,6 +53,26 @@ def chunk_size(v: int, dtype: torch.dtype, device: torch.device) -> int:
     """Tokens per chunk that keep its logits within the byte budget of the device."""
     rows = _BUDGET.get(device.type, _BUDGET_GPU) // max(1, v * logits_dtype(dtype, device).itemsize)
     return max(16, rows // 128 * 128 if rows >= 128 else rows)
+
+
+def plan(
+    m: int, w: Tensor, heads: int, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+    dw: bool,
+) -> tuple[int, torch.dtype]:  # fmt: skip
+    """Tokens per step, and the dtype of dw.
+
+    A single product may round once, to bfloat16 too (float16 would overflow). `chunk` 0: as many
+    tokens as fit the budget, or all, where their logits (of so many heads) take no more memory than
+    float32 sums of dw over several steps would.
+    """
+    v, d = w.shape
+    halves = compute == torch.bfloat16 and w.device.type != "cpu"
+    at_once = chunk or chunk_size(heads * v, compute, w.device)
+    if dw and halves and not chunk and accum_dtype == torch.float32 and m <= at_once + d // heads:
+        at_once = max(m, 1)
+    if compute == torch.float64 or (halves and m <= at_once):
+        accum_dtype = compute
+    return at_once, accum_dtype
 
 
 def product_dtype(w: Tensor, x: Tensor, b: Tensor | None) -> torch.dtype:
@@ -73,7 +95,8 @@ def head_loop(
     rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
     row_args: tuple[Tensor | None, ...], *,
     ignore_index: int, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool],
+    wanted: tuple[bool, bool, bool], heads: int = 1,
+    chunks: Callable[[int], Sequence[Chunk]] | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Run `rows` on the logits of each chunk of x (m, d).
 
@@ -86,10 +109,12 @@ def head_loop(
         row_args: more tensors (m,), passed on by chunk.
         ignore_index: target of rows that do not count: whatever x holds there, NaN included, is
             read as 0.
-        chunk: tokens per step, at most.
+        chunk: tokens per step, at most; 0: see `plan`.
         compute: dtype of the operands of the products.
         accum_dtype: dtype of the sums dw.
         wanted: whether dw, dx and db are to be formed.
+        heads: buffers of logits that a step holds.
+        chunks: from tokens per step to the rows of each, all rows once; default: as they come.
 
     Returns:
         Results per row, each (m,), then dw (v, d), dx (m, d) and db (v,), or None where not wanted.
@@ -101,36 +126,69 @@ def head_loop(
     )  # no rounding that x does not ask for
     # values round to `compute` first, also where the products run wider
     w, x = w.to(compute).to(operand), x.to(compute).to(operand)
+    b = None if b is None else b.to(compute)
     own = not tracked()  # nobody differentiates this loop: it may reuse its own buffers
-    step = -(-m // max(1, -(-m // chunk)))
-    size = min(chunk, -(-step // 16) * 16)
-    accum = accum_dtype if compute != torch.float64 else compute
-    buffer = x.new_empty(min(size, m), w.shape[0], dtype=zdtype) if own else None
+    # whoever names chunks gets the same ones with and without gradients
+    grown = wanted[0] or chunks is not None
+    at_once, accum = plan(m, w, heads, chunk, compute, accum_dtype, grown)
+    steps = chunks(at_once) if chunks else _even(m, at_once)
+    most = max(sum(s.stop - s.start for s in at) for at in steps)
+    buffer = x.new_empty(most, w.shape[0], dtype=zdtype) if own else None
     dx = x.new_empty(x.shape, dtype=dx_dtype) if own and wanted[1] else None
     dw = db = None
     parts, dxs = [], []
     with _autocast_off(x.device.type):
-        for i in range(0, max(m, 1), max(size, 1)):
-            at = slice(i, i + size)
-            xc = torch.where((y[at] != ignore_index)[:, None], x[at], 0.0)
-            z = _mm(xc, w.t(), zdtype, None if buffer is None else buffer[: xc.shape[0]])
-            if b is not None:
-                z = z.add_(b.to(compute)) if own else z + b.to(compute)
-            part, dz = rows(z, y[at], *(a if a is None else a[at] for a in row_args), any(wanted))
+        for at in steps:
+            yc = _take(y, at)
+            xc = torch.where((yc != ignore_index)[:, None], _take(x, at), 0.0)
+            z = _mm(xc, w.t(), zdtype, None if buffer is None else buffer[: xc.shape[0]], b)
+            args = (a if a is None else _take(a, at) for a in row_args)
+            part, dz = rows(z, yc, *args, any(wanted))
             parts.append(part)
             if dz is None:
                 continue
-            if wanted[2]:
-                d = dz.sum(0, dtype=wide(compute))
+            if wanted[2]:  # cheap enough to round but once
+                d = dz.sum(0, dtype=torch.float64 if x.device.type != "mps" else wide(compute))
                 db = d if db is None else db + d
             dz = dz.to(operand)
             if wanted[1]:
-                dxs.append(_mm(dz, w, dx_dtype, None if dx is None else dx[at]))
+                dxc = _mm(dz, w, dx_dtype, dx[at[0]] if dx is not None and len(at) == 1 else None)
+                if dx is None:
+                    dxs.append(dxc)
+                elif len(at) > 1:
+                    for s, g in zip(at, _apart(dxc, at), strict=True):
+                        dx[s] = g
             if wanted[0]:
                 dw = _accumulate(dw, dz.t(), xc, accum, own)
+    db = None if db is None else db.to(wide(compute))
     if wanted[1] and dx is None:
-        dx = torch.cat(dxs)
-    return tuple(map(torch.cat, zip(*parts, strict=True))), dw, dx, db
+        dx = _join(steps, dxs)
+    return tuple(_join(steps, part) for part in zip(*parts, strict=True)), dw, dx, db
+
+
+def _even(m: int, chunk: int) -> list[Chunk]:
+    """Chunks of about as many rows each."""
+    step = -(-m // max(1, -(-m // chunk)))
+    size = max(1, min(chunk, -(-step // 16) * 16))
+    return [(slice(i, min(i + size, m)),) for i in range(0, max(m, 1), size)]
+
+
+def _take(t: Tensor, at: Chunk) -> Tensor:
+    return t[at[0]] if len(at) == 1 else torch.cat([t[s] for s in at])
+
+
+def _apart(t: Tensor, at: Chunk) -> Sequence[Tensor]:
+    return t.split([s.stop - s.start for s in at])
+
+
+def _join(chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> Tensor:
+    """All rows in their order, from the chunks in theirs."""
+    pieces = [
+        (s.start, piece)
+        for at, part in zip(chunks, parts, strict=True)
+        for s, piece in zip(at, _apart(part, at), strict=True)
+    ]
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda p: p[0])])
 
 
 def logits(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -138,20 +196,20 @@ def logits(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     zdtype = logits_dtype(x.dtype, x.device)
     if x.device.type == "cpu":
         x, w = x.to(zdtype), w.to(zdtype)
-    z = _mm(x, w.t(), zdtype, None)
-    return z if b is None else z + b
+    return _mm(x, w.t(), zdtype, None, b)
 
 
 def _autocast_off(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if kind in _AUTOCAST else nullcontext()
 
 
-def _mm(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    if a.dtype == dtype:
-        return a @ b if out is None else torch.mm(a, b, out=out)
-    if out is None:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b, out_dtype=dtype, out=out)
+def _mm(
+    a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None, plus: Tensor | None = None
+) -> Tensor:
+    """a @ b + plus, rounded to `dtype` once."""
+    more: dict[str, Any] = {} if a.dtype == dtype else {"out_dtype": dtype}
+    more |= {} if out is None else {"out": out}
+    return torch.mm(a, b, **more) if plus is None else torch.addmm(plus.to(dtype), a, b, **more)
 
 
 def _accumulate(sums: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, own: bool) -> Tensor:

@@ -1,15 +1,15 @@
 """Distillation under two heads, without the logits of either: what fused_linear_kl, ... share.
 
-For each chunk of tokens student and teacher logits are formed, the divergence of their rows
-(`_divergence`) gives a value and the gradient of the student's logits, and the loop of `_chunked`
-goes on from there: a sum forms dw, dx and db in its forward pass, 3 products and the teacher's one;
-values per row form all of it again in backward. The teacher has no gradient.
+For each chunk of tokens student and teacher logits are formed, a row pass (`_distill_rows`) gives
+their divergences and the gradient of the student's logits, and the loop of `_chunked` goes on from
+there: a sum forms dw, dx and db in its forward pass, 3 products and the teacher's one; values per
+row form all of it again in backward. The teacher has no gradient. Memory: two chunks of logits, or
+one where the teacher is a few columns; the reference holds more of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from liger_fn._check import check_positive, check_tensors
 from liger_fn._math import wide
-from liger_fn.ops import _divergence as div
 from liger_fn.ops._ce import (
     Row,
     check_reduction,
@@ -25,8 +24,14 @@ from liger_fn.ops._ce import (
     normaliser,
     reduce_rows,
 )
-from liger_fn.ops._chunked import check_chunk, chunk_size, head_loop, product_dtype
-from liger_fn.ops._distill_rows import Passes, distilled_rows
+from liger_fn.ops._chunked import (
+    Rows,
+    check_chunk,
+    head_loop,
+    logits,
+    product_dtype,
+)
+from liger_fn.ops._distill_rows import rows_ref, rows_triton
 from liger_fn.ops._linear_rules import (
     formed_fake,
     head_rule,
@@ -38,34 +43,46 @@ from liger_fn.ops.fused_linear_ce import fused_linear_ce
 
 
 def _loop(
-    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor | None,
+    rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor | None,
     teacher_x: Tensor, teacher_b: Tensor | None, at: Tensor | None, a: Tensor | None,
     wanted: Sequence[bool], *, kind: str, beta: float, temperature: float, ignore_index: int,
     logit_scale: float, softcap: float | None, teacher_logit_scale: float,
     teacher_softcap: float | None, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    student = Row(ignore_index, 0.0, logit_scale, softcap)
-    teacher = Row(ignore_index, 0.0, teacher_logit_scale, teacher_softcap)
-    how = {"kind": kind, "beta": beta, "temperature": temperature}
+    how: dict[str, Any] = {"kind": kind, "beta": beta, "temperature": temperature}
+    how["student"] = Row(ignore_index, 0.0, logit_scale, softcap)
+    how["teacher"] = Row(ignore_index, 0.0, teacher_logit_scale, teacher_softcap)
     if teacher_w is not None:
         teacher_w, teacher_x = teacher_w.to(compute), teacher_x.to(compute)
         teacher_b = None if teacher_b is None else teacher_b.to(compute)
-    rows = partial(distilled_rows, passes, teacher_w, teacher_b, student, teacher, how)
+
+    def of_chunk(
+        z: Tensor, y: Tensor, a: Tensor | None, xt: Tensor, at: Tensor | None, gradient: bool
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        zt = xt if teacher_w is None else logits(xt, teacher_w, teacher_b)
+        return rows(z, y, a, zt, at, gradient, **how)
+
     return head_loop(
-        rows, w, x, b, y, (a, teacher_x, at), ignore_index=ignore_index, chunk=chunk,
+        of_chunk, w, x, b, y, (a, teacher_x, at), ignore_index=ignore_index, chunk=chunk,
         compute=compute, accum_dtype=accum_dtype, wanted=tuple(wanted[:3]),  # type: ignore[arg-type]  # three
+        heads=_heads(at),
     )  # fmt: skip
 
 
+def _heads(at: Tensor | None) -> int:
+    """Buffers of logits: the student's, and those of a teacher that is not a few known columns."""
+    return 1 if at is not None else 2
+
+
 def _sum_fwd(
-    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor | None,
+    rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor | None,
     teacher_x: Tensor, teacher_b: Tensor | None, at: Tensor | None, u: Tensor | None, *,
     kind: str, beta: float, temperature: float, ignore_index: int, logit_scale: float,
     softcap: float | None, teacher_logit_scale: float, teacher_softcap: float | None, chunk: int,
     compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (value,), *formed = _loop(
-        passes, w, x, b, y, teacher_w, teacher_x, teacher_b, at, u, wanted, kind=kind, beta=beta,
+        rows, w, x, b, y, teacher_w, teacher_x, teacher_b, at, u, wanted, kind=kind, beta=beta,
         temperature=temperature, ignore_index=ignore_index, logit_scale=logit_scale,
         softcap=softcap, teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
         chunk=chunk, compute=compute, accum_dtype=accum_dtype,
@@ -75,7 +92,7 @@ def _sum_fwd(
 
 
 def _sum_bwd(
-    passes: Passes, d_loss: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
+    rows: Rows, d_loss: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
     teacher_w: Tensor | None, teacher_x: Tensor, teacher_b: Tensor | None, at: Tensor | None,
     u: Tensor | None, dw: Tensor,
     dx: Tensor, db: Tensor, value: Tensor, *, wanted: tuple[bool, ...], **options: Any,
@@ -84,21 +101,21 @@ def _sum_bwd(
 
     def late(missing: tuple[bool, ...]) -> Sequence[Tensor | None]:
         a = weighted(u, y, 1.0, value.dtype)
-        return _loop(passes, w, x, b, y, *teacher, a, missing, **options)[1:]
+        return _loop(rows, w, x, b, y, *teacher, a, missing, **options)[1:]
 
     out = settled(wanted, (w, x, b), (dw, dx, db), d_loss, late)
     return *out, (d_loss * value).to(u.dtype) if wanted[3] and u is not None else None
 
 
 def _rows_fwd(
-    passes: Passes, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor | None,
+    rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Tensor | None,
     teacher_x: Tensor, teacher_b: Tensor | None, at: Tensor | None, *,
     kind: str, beta: float, temperature: float, ignore_index: int, logit_scale: float,
     softcap: float | None, teacher_logit_scale: float, teacher_softcap: float | None, chunk: int,
     compute: torch.dtype, accum_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return _loop(
-        passes, w, x, b, y, teacher_w, teacher_x, teacher_b, at, None, (False,) * 3, kind=kind,
+        rows, w, x, b, y, teacher_w, teacher_x, teacher_b, at, None, (False,) * 3, kind=kind,
         beta=beta, temperature=temperature, ignore_index=ignore_index, logit_scale=logit_scale,
         softcap=softcap, teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
         chunk=chunk, compute=compute, accum_dtype=accum_dtype,
@@ -106,22 +123,19 @@ def _rows_fwd(
 
 
 def _rows_bwd(
-    passes: Passes, d: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
+    rows: Rows, d: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
     teacher_w: Tensor | None, teacher_x: Tensor, teacher_b: Tensor | None, at: Tensor | None, *,
     wanted: tuple[bool, ...],
     **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     teacher = (teacher_w, teacher_x, teacher_b, at)
-    _, *grads = _loop(passes, w, x, b, y, *teacher, d, wanted, **options)
+    _, *grads = _loop(rows, w, x, b, y, *teacher, d, wanted, **options)
     return primal_dtypes(grads, w, x, b)
 
 
 # -- rule ------------------------------------------------------------------------------------------
 
-_PASSES: dict[Any, Any] = {
-    "reference": (div._fwd_ref, div._bwd_ref),
-    "triton": (div._fwd_triton, div._bwd_triton),
-}
+_PASSES: dict[Any, Rows] = {"reference": rows_ref, "triton": rows_triton}
 
 
 def _flops(
@@ -132,11 +146,13 @@ def _flops(
 
 
 def _sum_fake(
-    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *_: Any, compute: torch.dtype,
-    accum_dtype: torch.dtype, wanted: tuple[bool, ...], **__: Any,
+    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, teacher_w: Any, teacher_x: Any,
+    teacher_b: Any, at: Any, *_: Any, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+    wanted: tuple[bool, ...], **__: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     scalar, value = (y.new_empty(shape, dtype=wide(compute)) for shape in ((), y.shape))
-    return scalar, *formed_fake(w, x, b, compute, accum_dtype, wanted), value
+    formed = formed_fake(w, x, b, chunk, compute, accum_dtype, wanted, _heads(at))
+    return scalar, *formed, value
 
 
 _sum = head_rule(
@@ -176,7 +192,7 @@ def distill(
         teacher[i] = None if (t := teacher[i]) is None else t.reshape(-1, t.shape[-1])
     options: dict[str, Any] = {**how, "kind": kind, "beta": beta, "ignore_index": ignore_index}
     options |= {"compute": compute, "accum_dtype": accum_dtype}
-    options["chunk"] = chunk or chunk_size(3 * w.shape[0], compute, x.device)  # z, teacher's, dz
+    options["chunk"] = chunk or 0
     dtype = wide(compute)
     n = normaliser(live, None, ignore_index, reduction, n_valid, dtype)
     if reduction == "none":

@@ -31,9 +31,10 @@ from torch import Tensor
 
 from liger_fn._check import check_positive, check_same_shape, check_tensors
 from liger_fn._launch import contiguous, launch, row_tile, rows_of, tl, triton
-from liger_fn._math import cast, divergence_load, divergence_row, divergence_terms, narrow, wide
+from liger_fn._math import cast, narrow, wide
 from liger_fn._vjp import custom_vjp
 from liger_fn.ops._ce import check_reduction, check_rows, divisor, normaliser, reduce_rows
+from liger_fn.ops._divergence_terms import divergence_load, divergence_row, divergence_terms
 
 # -- reference -------------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ def _fwd_triton(
     zq, zp = (rows_of(z, v).contiguous() for z in (student, teacher))
     launch(
         _fwd_kernel, (zq.shape[0],), zq, zp, contiguous(y), value, stats, v,
-        KIND=kind, BETA=beta, SCALE=1 / temperature, IGNORE=ignore_index, **row_tile(v, 4096),
+        KIND=kind, BETA=beta, SCALE=1 / temperature, IGNORE=ignore_index, **row_tile(v, 2048, 256),
     )  # fmt: skip
     return value, stats
 

@@ -152,7 +152,7 @@ def _fwd_triton(gate: Tensor, up: Tensor | None, *, act: str) -> tuple[Tensor]:
         gate.shape[-1],
         gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype),
     )
-    y, tile = gate.new_empty(gate.shape, dtype=dtype), row_tile(n, 1024)
+    y, tile = gate.new_empty(gate.shape, dtype=dtype), row_tile(n, 4096)
     gate, up = rows_of(gate, n), None if up is None else rows_of(up, n)
     grid, up_stride = (gate.shape[0], -(-n // tile["BLOCK"])), 0 if up is None else up.stride(0)
     launch(_fwd_kernel, grid, gate, up, y, n, gate.stride(0), up_stride, ACT=act, **tile)
@@ -163,7 +163,7 @@ def _launch_bwd(
     dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None,
     d_stride: int, act: str,
 ) -> None:  # fmt: skip
-    n, tile = gate.shape[-1], row_tile(gate.shape[-1], 1024)
+    n, tile = gate.shape[-1], row_tile(gate.shape[-1], 4096)
     dy, gate, up = dy.contiguous(), rows_of(gate, n), None if up is None else rows_of(up, n)
     grid, up_stride = (gate.shape[0], -(-n // tile["BLOCK"])), 0 if up is None else up.stride(0)
     launch(

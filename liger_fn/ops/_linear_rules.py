@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_fn._math import wide
 from liger_fn._vjp import custom_vjp, tracked
 from liger_fn.ops._ce import Row
-from liger_fn.ops._chunked import Rows, head_loop
+from liger_fn.ops._chunked import Rows, head_loop, plan
 from liger_fn.ops._vocab_parallel import on_shard
 
 
@@ -186,11 +186,11 @@ def _late_flops(
 
 
 def formed_fake(
-    w: Tensor, x: Tensor, b: Tensor | None, compute: torch.dtype, accum_dtype: torch.dtype,
-    wanted: Sequence[bool],
+    w: Tensor, x: Tensor, b: Tensor | None, chunk: int, compute: torch.dtype,
+    accum_dtype: torch.dtype, wanted: Sequence[bool], heads: int = 1,
 ) -> list[Tensor]:  # fmt: skip
     """Shapes of dw, dx and db as forward forms them; those that nobody wants are empty."""
-    sums = torch.promote_types(accum_dtype, compute) if compute == torch.float64 else accum_dtype
+    _, sums = plan(x.shape[:-1].numel(), w, heads, chunk, compute, accum_dtype, wanted[0])
     dtype, half = wide(compute), x.device.type != "cpu" and x.dtype.itemsize < 4
     kinds = (sums, compute if half else dtype, dtype)
     return [
@@ -201,12 +201,12 @@ def formed_fake(
 
 def _sum_fake(
     w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None,
-    u: Tensor | None, *, compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
-    **_: Any,
+    u: Tensor | None, *, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+    wanted: tuple[bool, ...], **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     scalars = (x.new_empty((), dtype=wide(compute)) for _ in range(3))
     per_row = (y.new_empty(y.shape, dtype=wide(compute)) for _ in range(2))
-    formed = formed_fake(w, x, b, compute, accum_dtype, wanted)
+    formed = formed_fake(w, x, b, chunk, compute, accum_dtype, wanted)
     return *scalars, y.new_empty(y.shape, dtype=torch.bool), *formed, *per_row
 
 

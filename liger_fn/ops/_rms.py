@@ -8,7 +8,16 @@ dtypes stand in the files of the two functions.
 import torch
 from torch import Tensor
 
-from liger_fn._launch import by_group, contiguous, join_strips, launch, row_tile, strips, tl, triton
+from liger_fn._launch import (
+    by_group,
+    contiguous,
+    join_strips,
+    launch,
+    row_tile,
+    strip_tile,
+    tl,
+    triton,
+)
 from liger_fn._math import rounded, up, wide
 
 CASTINGS = ("llama", "gemma", "none")
@@ -82,7 +91,7 @@ def _mean_kernel(
 @triton.jit
 def _bwd_kernel(
     dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, c_ptr, dx_ptr, dresidual_ptr, dw_ptr,
-    m, n, OFFSET: tl.constexpr, CASTING: tl.constexpr, BLOCK: tl.constexpr,
+    m, n, OFFSET: tl.constexpr, CASTING: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # one strip of the m rows of a group and one block of columns: the sums for dw stay in registers
     strip, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -92,7 +101,7 @@ def _bwd_kernel(
     gain = dw + 1.0
     if w_ptr is not None:
         gain = up(tl.load(w_ptr + group * n + col, mask, other=0.0)) + OFFSET
-    for i in range(strip, m, tl.num_programs(0)):
+    for i in tl.range(strip, m, tl.num_programs(0), num_stages=STAGES):
         row = group * m + i
         at = row * n + col
         rstd = tl.load(rstd_ptr + row)
@@ -138,10 +147,10 @@ def bwd_triton(
     dtypes: tuple[torch.dtype, ...] = (),
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Give dx and dw; with dtypes of two gradients of x those (one tensor if alike) and dw."""
-    n, g, tile = x.shape[-1], groups or 1, row_tile(x.shape[-1])
+    n, g = x.shape[-1], groups or 1
     dy, rstd, gain = dy.contiguous(), rstd.contiguous(), by_group(w, groups)
     x, m = x.contiguous(), rstd.numel() // g
-    p = strips(m, x.device, 8)
+    p, stages, tile = strip_tile(m, n, x)
     one, *two = dict.fromkeys(dtypes or (x.dtype,))
     dx = x.new_empty(x.shape, dtype=one) if wanted[0] else None
     dresidual = x.new_empty(x.shape, dtype=two[0]) if two and wanted[0] else None
@@ -152,7 +161,7 @@ def bwd_triton(
         launch(_mean_kernel, (g * m,), dy, x, gain, rstd, c, n, m, OFFSET=offset, **tile)
     launch(
         _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), dy, contiguous(ds), x, gain, rstd, c, dx,
-        dresidual, dw, m, n, OFFSET=offset, CASTING=casting, **tile,
+        dresidual, dw, m, n, OFFSET=offset, CASTING=casting, STAGES=stages, **tile,
     )  # fmt: skip
     both = (dx, dresidual if two else dx)[: max(1, len(dtypes))]
     return *both, join_strips(dw, w, groups)

@@ -10,6 +10,7 @@ many), where the gradient is 0. Statistics are float32 (float64 stays float64).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ class Head(NamedTuple):
     logit_scale: float
     ignore_index: int
     chunk: int | None
+    accum_dtype: torch.dtype = torch.float32
 
 
 class Reference(NamedTuple):
@@ -57,7 +59,7 @@ def check_sequences(
     first: str,
 ) -> None:  # fmt: skip
     """Hold the tensors of a fused loss together, x being (first, t, d)."""
-    check_head(op, w, x, y, b, head.chunk)
+    check_head(op, w, x, y, b, head.chunk, head.accum_dtype)
     check_positive(op, "temperature", head.temperature)
     check_positive(op, "softcap", head.softcap)
     if ref.logp is not None and ref._replace(logp=None).given:
@@ -75,12 +77,14 @@ def head_logp(w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head) -> 
     return fused_linear_logp(w, x, y, b=b, **head._asdict())
 
 
-def reference_logp(ref: Reference, y: Tensor, head: Head) -> Tensor:
+def reference_logp(
+    ref: Reference, y: Tensor, head: Head, logp_of: Callable[..., Tensor] = head_logp
+) -> Tensor:
     """What is given, or what the reference's head says; never differentiated."""
     if ref.logp is not None:
         return ref.logp
     w, x = (t.detach() for t in (ref.w, ref.x) if t is not None)
-    return head_logp(w, x, y, None if ref.b is None else ref.b.detach(), head)
+    return logp_of(w, x, y, None if ref.b is None else ref.b.detach(), head)
 
 
 def check_logp(
@@ -144,5 +148,10 @@ def expm1_capped(x: Tensor) -> Tensor:
 def preferred(x: Tensor, smoothing: float = 0.0) -> Tensor:
     """-log of the probability sigmoid(x) that a label is right; smoothed: it may be wrong."""
     if smoothing == 0.0:
-        return -F.logsigmoid(x)
-    return -(1 - smoothing) * F.logsigmoid(x) - smoothing * F.logsigmoid(-x)
+        return -log_sigmoid(x)
+    return -(1 - smoothing) * log_sigmoid(x) - smoothing * log_sigmoid(-x)
+
+
+def log_sigmoid(x: Tensor) -> Tensor:
+    """log(sigmoid(x)); F.logsigmoid itself fails under a nested vmap on CUDA (torch 2.11)."""
+    return -F.softplus(-x, threshold=40)  # beyond it log(1 + exp(x)) is x, in float64 too

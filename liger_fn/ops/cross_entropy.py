@@ -96,7 +96,7 @@ def _bwd_kernel(
     )
     ce_store_gradient(
         z_ptr + row * v, dz_ptr + row * v, weight_ptr, col, v, y, top, logsum, pull, target, spread,
-        SCALE, CAP,
+        SMOOTHING, SCALE, CAP,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def _fwd_triton(
     launch(
         _fwd_kernel, (y.numel(),), z, y, contiguous(class_weight), nll, zsq, correct, top, logsum,
         v, IGNORE=ignore_index, SMOOTHING=label_smoothing, SCALE=logit_scale, CAP=softcap or 0.0,
-        **row_tile(v, 4096),
+        **row_tile(v, 2048, 256),
     )  # fmt: skip
     return nll, zsq, correct, top, logsum
 
@@ -123,7 +123,7 @@ def _bwd_triton(
     ignore_index: int, label_smoothing: float, logit_scale: float, softcap: float | None,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor]:  # fmt: skip
-    v, tile = logits.shape[-1], row_tile(logits.shape[-1], 4096)
+    v, tile = logits.shape[-1], row_tile(logits.shape[-1], 2048)
     z, dz = rows_of(logits, v).contiguous(), logits.new_empty(logits.shape)
     weights = None if class_weight is None else class_weight.to(top.dtype).sum()
     rows = map(contiguous, (d_nll, d_zsq))

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from liger_fn._check import check_tensors
-from liger_fn._launch import by_group, join_strips, launch, row_tile, rows_of, strips, tl, triton
+from liger_fn._launch import (
+    by_group,
+    join_strips,
+    launch,
+    row_tile,
+    rows_of,
+    strips,
+    tl,
+    triton,
+)
 from liger_fn._math import cast, tanh, up, wide
 from liger_fn._vjp import custom_vjp
 

@@ -34,7 +34,7 @@ from liger_fn.ops._ce import (
     row_losses,
     row_pullback,
 )
-from liger_fn.ops._chunked import check_chunk, check_head, chunk_size, product_dtype
+from liger_fn.ops._chunked import check_head, chunk_size, product_dtype
 from liger_fn.ops._collectives import Vocab, check_class_weight, shard_of
 from liger_fn.ops._linear_rules import ce_rows_rule, stats_rule, sum_rule
 from liger_fn.ops._vocab_parallel import ce_rows, passes
@@ -84,7 +84,7 @@ def _rows_kernel(
             for k in range(0, v, BLOCK):
                 ce_store_gradient(
                     z_ptr, dz_ptr, weight_ptr, k + col, v, y, top, logsum, pull, target, spread,
-                    SCALE, CAP,
+                    SMOOTHING, SCALE, CAP,
                 )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def _rows_triton(
         _rows_kernel, (y.numel(),), z, z if gradient else None, y, contiguous(class_weight),
         weights, contiguous(a), contiguous(e), nll, zsq, correct, z.shape[1],
         IGNORE=row.ignore_index, SMOOTHING=row.label_smoothing, SCALE=row.logit_scale, CAP=row.cap,
-        **row_tile(z.shape[1], 4096),
+        **row_tile(z.shape[1]),
     )  # fmt: skip
     return (nll, zsq, correct), z if gradient else None
 
@@ -222,9 +222,8 @@ def _call(
     accum_dtype: torch.dtype, z_loss: float, class_weight: Tensor | None, u: Tensor | None,
     reduction: str, n_valid: float | Tensor | None, row: Row, group: Vocab | None,
 ) -> CEStats:  # fmt: skip
-    check_head(op, w, x, y, b, chunk)
-    columns = widest = w.shape[0]
-    shard: dict[str, Any] = {}
+    check_head(op, w, x, y, b, chunk, accum_dtype)
+    columns, widest, shard = w.shape[0], 0, {}
     if group is None:
         check_tensors(op, w=(w, "v d"), class_weight=(class_weight, "? v"))
     else:
@@ -232,11 +231,11 @@ def _call(
         check_class_weight(op, class_weight, place)
         columns, shard = place.vocab, place._asdict()
     check_options(op, y, columns, row, reduction, z_loss, u, n_valid)
-    check_chunk(op, chunk, accum_dtype)
     y, compute = y.long(), product_dtype(w, x, b)
+    if group is not None:
+        chunk = chunk or chunk_size(widest, compute, x.device)  # alike on all ranks
     options: dict[str, Any] = {**row._asdict(), "compute": compute, "accum_dtype": accum_dtype}
-    options["chunk"] = chunk or chunk_size(widest, compute, x.device)  # alike on all ranks
-    options |= shard
+    options |= {"chunk": chunk or 0, **shard}
     weight = None if class_weight is None else class_weight.detach()
     a = (w, x.reshape(-1, x.shape[-1]), b, y.reshape(-1), weight)
     if reduction == "none":

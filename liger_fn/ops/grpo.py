@@ -11,6 +11,7 @@ any arithmetic; exponents stop at 60. Shao et al., 2024, arXiv:2402.03300; k3: S
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from liger_fn.ops._grpo import (
@@ -110,6 +111,7 @@ def grpo_loss(
     vespo_k: tuple[float, float] | None = None, vespo_lambda: tuple[float, float] | None = None,
     n_valid: float | Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
     logit_scale: float = 1.0, ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Policy gradient loss of sampled sequences under a head, without its logits in memory.
 
@@ -140,6 +142,7 @@ def grpo_loss(
         logit_scale: multiplies the logits first.
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
+        accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
 
     Returns:
         float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
@@ -165,7 +168,7 @@ def grpo_loss(
             loss_type, importance, eps_low, eps_high, delta, beta, sapo_temperatures, vespo_k,
             vespo_lambda, n_valid, ignore_index,
         ),
-        Head(temperature, softcap, logit_scale, ignore_index, chunk), False,
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype), False,
     )  # fmt: skip
     return grpo_reduced(terms, o)
 
@@ -180,6 +183,7 @@ def grpo_loss_with_metrics(
     vespo_k: tuple[float, float] | None = None, vespo_lambda: tuple[float, float] | None = None,
     n_valid: float | Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
     logit_scale: float = 1.0, ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> GRPOMetrics:  # fmt: skip
     """Return what `grpo_loss` does, and what one watches beside it.
 
@@ -200,7 +204,7 @@ def grpo_loss_with_metrics(
             loss_type, importance, eps_low, eps_high, delta, beta, sapo_temperatures, vespo_k,
             vespo_lambda, n_valid, ignore_index,
         ),
-        Head(temperature, softcap, logit_scale, ignore_index, chunk), True,
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype), True,
     )  # fmt: skip
     return grpo_metrics(grpo_reduced(terms, o), terms, entropy, o)
 

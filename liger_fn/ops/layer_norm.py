@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from liger_fn._check import check_tensors
-from liger_fn._launch import by_group, join_strips, launch, row_tile, rows_of, strips, tl, triton
+from liger_fn._launch import (
+    by_group,
+    join_strips,
+    launch,
+    row_tile,
+    rows_of,
+    strip_tile,
+    tl,
+    triton,
+)
 from liger_fn._math import cast, moments, normalised, up, wide
 from liger_fn._vjp import custom_vjp
 
@@ -107,7 +116,7 @@ def _means_kernel(
 @triton.jit
 def _bwd_kernel(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr, dx_ptr, dw_ptr, db_ptr, m, n,
-    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # one strip of the m rows of a group and one block of columns: the sums for dw and db stay in
     # registers
@@ -119,7 +128,7 @@ def _bwd_kernel(
     gain = dw + 1.0
     if w_ptr is not None:
         gain = up(tl.load(w_ptr + group * n + col, mask, other=0.0))
-    for i in range(strip, m, tl.num_programs(0)):
+    for i in tl.range(strip, m, tl.num_programs(0), num_stages=STAGES):
         row = group * m + i
         dy = tl.load(dy_ptr + row * n + col, mask, other=0.0).to(dw.dtype)
         db += dy
@@ -148,7 +157,7 @@ def _fwd_triton(
     rstd, m = torch.empty_like(mean), mean.numel()
     launch(
         _fwd_kernel, (m,), x.contiguous(), by_group(w, groups), by_group(b, groups), y, mean, rstd,
-        n, m // (groups or 1), EPS=eps, **row_tile(n),
+        n, m // (groups or 1), EPS=eps, **row_tile(n, per_warp=1024),
     )  # fmt: skip
     return y, mean, rstd
 
@@ -157,12 +166,12 @@ def _bwd_triton(
     dy: Tensor, x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, rstd: Tensor, *,
     eps: float, wanted: tuple[bool, ...], groups: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    n, g, tile = x.shape[-1], groups or 1, row_tile(x.shape[-1])
+    n, g = x.shape[-1], groups or 1
     rows = (
         dy.contiguous(), x.contiguous(), by_group(w, groups), mean.contiguous(), rstd.contiguous(),
     )  # fmt: skip
     m = mean.numel() // g
-    p = strips(m, x.device, 8)
+    p, stages, tile = strip_tile(m, n, x, 1024)
     dx = x.new_empty(x.shape) if wanted[0] else None
     dw, db = (mean.new_empty(g, p, n) if asked else None for asked in wanted[1:])
     c = None
@@ -170,7 +179,8 @@ def _bwd_triton(
         c = mean.new_empty(g * m, 2)
         launch(_means_kernel, (g * m,), *rows, c, n, m, **tile)
     launch(
-        _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), *rows, c, dx, dw, db, m, n, **tile,
+        _bwd_kernel, (p, g, -(-n // tile["BLOCK"])), *rows, c, dx, dw, db, m, n, STAGES=stages,
+        **tile,
     )  # fmt: skip
     return dx, join_strips(dw, w, groups), join_strips(db, b, groups)
 

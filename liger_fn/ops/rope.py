@@ -84,6 +84,8 @@ def _pull_angles(
     layout: str, wanted: tuple[bool, ...],
 ) -> list[Tensor | None]:  # fmt: skip
     out: list[Tensor | None] = []
+    if not any(wanted):
+        return [None, None]
     r = cos.shape[-1]
     pairs = [
         (_wide(d[..., :r], cos), _wide(x[..., :r], cos))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_fn._check import check_tensors
 from liger_fn._launch import launch, row_tile, rows_of, tl, triton
-from liger_fn._math import cast, online, up, wide
+from liger_fn._math import by_lane, cast, of_lanes, online, up, whole, wide
 from liger_fn._vjp import custom_vjp
 
 # -- reference -------------------------------------------------------------------------------------
@@ -46,12 +46,12 @@ def _fwd_kernel(x_ptr, y_ptr, n, FITS: tl.constexpr, BLOCK: tl.constexpr):
         e = tl.where(col < n, tl.exp(x - tl.max(x)), 0.0)
         tl.store(y_ptr + col, e / tl.sum(e), col < n)
     else:
-        totals = up(tl.zeros((BLOCK,), x_ptr.dtype.element_ty))
-        top = tl.full((), -float("inf"), totals.dtype)
+        zero = up(tl.full((), 0.0, x_ptr.dtype.element_ty))
+        tops, totals = of_lanes(zero - float("inf"), BLOCK), of_lanes(zero, BLOCK)
         for k in range(0, n, BLOCK):
             x = up(tl.load(x_ptr + k + col, k + col < n, other=-float("inf")))
-            top, totals = online(top, totals, x, 1.0)
-        total = tl.sum(totals)
+            tops, totals = online(tops, totals, by_lane(x), 1.0)
+        top, total = whole(tops, totals, 1.0)
         for k in range(0, n, BLOCK):
             x = up(tl.load(x_ptr + k + col, k + col < n, other=0.0))
             tl.store(y_ptr + k + col, tl.exp(x - top) / total, k + col < n)
@@ -83,14 +83,14 @@ def _load(dy_ptr, y_ptr, col, n):
 
 
 def _fwd_triton(x: Tensor) -> tuple[Tensor]:
-    n, tile = x.shape[-1], row_tile(x.shape[-1])
+    n, tile = x.shape[-1], row_tile(x.shape[-1], 16384)
     rows, y = rows_of(x, n).contiguous(), x.new_empty(x.shape)
     launch(_fwd_kernel, (rows.shape[0],), rows, y, n, FITS=n <= tile["BLOCK"], **tile)
     return (y,)
 
 
 def _bwd_triton(dy: Tensor, y: Tensor, *, wanted: tuple[bool, ...]) -> tuple[Tensor]:
-    n, tile = y.shape[-1], row_tile(y.shape[-1])
+    n, tile = y.shape[-1], row_tile(y.shape[-1], 8192 if y.shape[-1] <= 8192 else 4096)
     rows, dx = rows_of(y, n).contiguous(), y.new_empty(y.shape)
     launch(
         _bwd_kernel, (rows.shape[0],), dy.contiguous(), rows, dx, n, FITS=n <= tile["BLOCK"], **tile

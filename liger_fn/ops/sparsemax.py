@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_fn._check import check_tensors
 from liger_fn._launch import launch, row_tile, rows_of, tl, triton
-from liger_fn._math import cast, up, wide
+from liger_fn._math import cast, quotient, up, wide
 from liger_fn._vjp import custom_vjp
 
 # -- reference: tau by a sort ----------------------------------------------------------------------
@@ -79,7 +79,7 @@ def _fwd_kernel(x_ptr, y_ptr, top_ptr, tau_ptr, n, FITS: tl.constexpr, BLOCK: tl
             counts += inside.to(tl.int32)
             sums += tl.where(inside, x - top, 0.0)
         count = tl.sum(counts)
-        tau = (tl.sum(sums) - 1.0) / count
+        tau = quotient(tl.sum(sums) - 1.0, count)  # a tie with an entry of x stays one
     tl.store(top_ptr + row, top)
     tl.store(tau_ptr + row, tau)
     for k in range(0, n, BLOCK):
@@ -100,7 +100,7 @@ def _bwd_kernel(dy_ptr, x_ptr, top_ptr, tau_ptr, dx_ptr, n, BLOCK: tl.constexpr)
         dy, outside = _load(dy_ptr, x_ptr, k + col, n, top, tau)
         counts += (outside == 0).to(tl.int32)
         sums += dy
-    mean = tl.where(tau == tau, tl.sum(sums) / tl.sum(counts), tau)  # NaN in, NaN out
+    mean = tl.where(tau == tau, quotient(tl.sum(sums), tl.sum(counts)), tau)  # NaN in, NaN out
     for k in range(0, n, BLOCK):
         dy, outside = _load(dy_ptr, x_ptr, k + col, n, top, tau)
         tl.store(dx_ptr + k + col, tl.where(outside, 0.0, dy - mean), k + col < n)

@@ -18,9 +18,13 @@ from tests.table.losses import (
     kl_rows,
     labelled,
     plain_ce,
+    plain_divergence,
+    plain_z_loss,
     tvd_rows,
+    wide,
 )
 from tests.table.row import LOGITS, Bench, Draw, Function, Row, bound, first
+from tests.table.shapes import SMALL_HEAD, heads, products
 
 
 def head(draw: Draw, lead: tuple[int, ...], d: int, v: int, full: bool = True) -> dict[str, Tensor]:
@@ -39,25 +43,26 @@ def linear_oracle(
 
 
 def linear(
-    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any
-) -> Tensor:
+    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, *,
+    chunk: Any = 4, **options: Any,
+) -> Tensor:  # fmt: skip
     return liger_fn.fused_linear_ce(
-        w, x, y, b=b, class_weight=c, token_weight=u, chunk=4, **options
+        w, x, y, b=b, class_weight=c, token_weight=u, chunk=chunk, **options
     )
 
 
 def linear_stats(
-    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, **options: Any
-) -> Any:
+    w: Tensor, x: Tensor, y: Tensor, b: Any = None, c: Any = None, u: Any = None, *,
+    chunk: Any = 4, **options: Any,
+) -> Any:  # fmt: skip
     out = liger_fn.fused_linear_ce_with_stats(
-        w, x, y, b=b, class_weight=c, token_weight=u, chunk=4, **options
+        w, x, y, b=b, class_weight=c, token_weight=u, chunk=chunk, **options
     )
     return tuple(out[:3])
 
 
 def plain_linear_ce(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    logits = F.linear(x, w)
-    return plain_ce(logits if logits.dtype == torch.float64 else logits.float(), y)
+    return plain_ce(wide(F.linear(x, w)), y)
 
 
 def biased_head(draw: Draw, lead: tuple[int, ...], d: int, v: int) -> dict[str, Tensor]:
@@ -65,12 +70,30 @@ def biased_head(draw: Draw, lead: tuple[int, ...], d: int, v: int) -> dict[str, 
     return {name: made[name] for name in ("w", "x", "y", "b")}
 
 
+def bare_head(draw: Draw, lead: tuple[int, ...], d: int, v: int) -> dict[str, Tensor]:
+    return head(draw, lead, d, v, full=False)
+
+
 def logp(w: Tensor, x: Tensor, y: Tensor, b: Any = None, chunk: Any = 4, **options: Any) -> Tensor:
     return liger_fn.fused_linear_logp(w, x, y, b=b, chunk=chunk, **options)
 
 
-def logp_stats(w: Tensor, x: Tensor, y: Tensor, b: Any = None, **options: Any) -> Any:
-    found = liger_fn.fused_linear_logp_with_stats(w, x, y, b=b, chunk=4, **options)
+def plain_logp(w: Tensor, x: Tensor, y: Tensor, temperature: float = 1.0) -> Tensor:
+    z = wide(F.linear(x, w)) / temperature
+    return z.log_softmax(-1).gather(-1, y[..., None])[..., 0]
+
+
+def plain_logp_and_entropy(w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = wide(F.linear(x, w)).log_softmax(-1)
+    return log_p.gather(-1, y[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def logp_and_entropy(w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return liger_fn.fused_linear_logp_with_stats(w, x, y)[:2]
+
+
+def logp_stats(w: Tensor, x: Tensor, y: Tensor, b: Any = None, chunk: Any = 4, **how: Any) -> Any:
+    found = liger_fn.fused_linear_logp_with_stats(w, x, y, b=b, chunk=chunk, **how)
     return tuple(found[:4])
 
 
@@ -88,14 +111,13 @@ def logp_oracle(
 
 
 def two_heads(
-    draw: Draw, lead: tuple[int, ...], d: int, v: int, full: bool = True
+    draw: Draw, lead: tuple[int, ...], d: int, v: int, full: bool = True, alike: bool = False
 ) -> dict[str, Tensor]:
-    """Student and teacher, whose widths differ by one."""
-    made = {
-        "w": draw.normal(v, d, scale=2 / math.sqrt(d)), "x": draw.normal(*lead, d),
-        "teacher_w": draw.normal(v, d + 1, scale=2 / math.sqrt(d)),
-        "teacher_x": draw.normal(*lead, d + 1),
-    }  # fmt: skip
+    """Student and teacher, whose widths differ by one unless `alike`."""
+    made = {}
+    for of, width in (("", d), ("teacher_", d if alike else d + 1)):
+        made[of + "w"] = draw.normal(v, width, scale=2 / math.sqrt(d))
+        made[of + "x"] = draw.normal(*lead, width)
     return made | ({"y": draw.targets(lead, v), "u": draw.normal(*lead)} if full else {})
 
 
@@ -115,6 +137,22 @@ def distilled_oracle(
     return divergence_oracle(z, teacher_x @ teacher_w.mT, y, u, **options)
 
 
+def plain_distilled(
+    w: Tensor, x: Tensor, teacher_w: Tensor, teacher_x: Tensor, **options: Any
+) -> Tensor:
+    return plain_divergence(F.linear(x, w), F.linear(teacher_x, teacher_w), **options)
+
+
+def distillation(of: Function, rows: Function, **options: Any) -> Bench:
+    return Bench(
+        products(2, 4), "one product for each of the two logits, two more with backward",
+        {"llama-3-8b": heads(4096, "llama-3-8b", full=False, alike=True)},
+        {**SMALL_HEAD, "full": False, "alike": True}, ("w", "x"), limit="matmul",
+        fn=bound(distilled, of=of, chunk=None, **options),
+        plain=bound(plain_distilled, rows=rows, **options),
+    )  # fmt: skip
+
+
 def cosine_rows(q: Tensor, p: Tensor) -> Tensor:
     """1 with gradient 0 where a vector is 0: it has no direction."""
     none = (q == 0).all(-1) | (p == 0).all(-1)
@@ -131,9 +169,9 @@ def head_and_columns(
     return {"w": made["w"], "x": made["x"], "logp": known.values, "at": known.indices}
 
 
-def known_columns(w: Tensor, x: Tensor, logp: Tensor, at: Tensor) -> Tensor:
+def known_columns(w: Tensor, x: Tensor, logp: Tensor, at: Tensor, chunk: Any = 2) -> Tensor:
     known = (logp, at)
-    return liger_fn.fused_linear_kl(w, x, None, None, teacher_logp_topk=known, chunk=2)
+    return liger_fn.fused_linear_kl(w, x, None, None, teacher_logp_topk=known, chunk=chunk)
 
 
 def known_columns_oracle(w: Tensor, x: Tensor, logp: Tensor, at: Tensor) -> Tensor:
@@ -149,32 +187,22 @@ HEAD_SIZES = {"lead": (2, 3), "d": 4, "v": 7}
 DIFF_HEAD = ("w", "x", "b", "u")
 
 
-def again(lead: tuple[int, ...], d: int, v: int) -> tuple[float, float]:
-    size = 2 * math.prod(lead) * d * v
-    return size, 4 * size
-
-
-def distillation(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, float]:
-    size = 2 * math.prod(lead) * v
-    return size * (2 * d + 1), size * (4 * d + 1)
-
-
-def products(lead: tuple[int, ...], d: int, v: int, **_: Any) -> tuple[float, float]:
-    size = 2 * math.prod(lead) * d * v
-    return size, 3 * size
-
-
+ONCE = "one product forward, three with backward"
+AGAIN = "one product forward, four with backward: logits are formed again"
 PAIR_SIZES = {"lead": (3,), "d": 3, "v": 5}
 EACH = {"temperature": 1.5, "softcap": 3.0, "reduction": "none"}
 WARM = {"temperature": 1.7, "softcap": 3.0, "logit_scale": 0.8}
 ROWS = [
     Row("fused_linear_ce", linear, first(linear_oracle), head, ("w", "x"),
         {**HEAD_SIZES, "full": False}, {**HEAD, "full": [False]}, plain=plain_linear_ce,
-        bench=Bench(products, "one product forward, three with backward",
-                    [{"lead": (8192,), "d": 4096, "v": 128256, "full": False},
-                     {"lead": (16384,), "d": 4096, "v": 32000, "full": False}],
-                    [{"lead": (512,), "d": 256, "v": 8000, "full": False}],
-                    fn=liger_fn.fused_linear_ce, limit="matmul")),
+        bench=Bench(products(1, 3), ONCE,
+                    {"llama-3-8b": heads(8192, "llama-3-8b"),
+                     "llama-3-8b, 2k": heads(2048, "llama-3-8b"),
+                     "llama-3-8b, 32k": heads(32768, "llama-3-8b"),
+                     "llama-2-7b": heads(16384, "llama-2-7b"),
+                     "gemma-2-2b": heads(16384, "gemma-2-2b"),
+                     "qwen-2.5-7b": heads(8192, "qwen-2.5-7b")},
+                    SMALL_HEAD, make=bare_head, fn=liger_fn.fused_linear_ce, limit="matmul")),
     Row("fused_linear_ce-all", bound(linear, **ALL), first(bound(linear_oracle, **ALL)), head,
         DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u"), block=4),
     Row("fused_linear_ce-none", bound(linear, **ALL, reduction="none"),
@@ -182,35 +210,43 @@ ROWS = [
         ("b", "c", "u"), flops=4 / 3, composed=True),
     Row("fused_linear_ce_with_stats", bound(linear_stats, **ALL), bound(linear_oracle, **ALL), head,
         DIFF_HEAD, HEAD_SIZES, HEAD, ("b", "c", "u"), composed=True,
-        flops=2.0),  # gradients of its terms are late
+        flops=2.0,  # gradients of its terms are late
+        bench=Bench(products(1, 3), ONCE, {"llama-3-8b": heads(8192, "llama-3-8b")}, SMALL_HEAD,
+                    wanted=("w", "x"), make=bare_head, limit="matmul",
+                    fn=lambda *a: liger_fn.fused_linear_ce_with_stats(*a, z_loss=1e-4).loss,
+                    plain=lambda w, x, y: plain_z_loss(F.linear(x, w), y))),
     Row("fused_linear_logp", bound(logp, temperature=0.7),
         first(bound(logp_oracle, temperature=0.7)), biased_head, ("w", "x", "b"), HEAD_SIZES,
         HEAD, ("b",), flops=4 / 3,
-        bench=Bench(again, "one product forward, three backward: logits are formed again",
-                    [{"lead": (8192,), "d": 4096, "v": 128256}],
-                    [{"lead": (512,), "d": 256, "v": 8000}],
-                    fn=bound(logp, temperature=0.7, chunk=None), limit="matmul")),
+        bench=Bench(products(1, 4), AGAIN,
+                    {"llama-3-8b": heads(8192, "llama-3-8b"),
+                     "llama-3-8b, 32k": heads(32768, "llama-3-8b")},
+                    SMALL_HEAD, wanted=("w", "x"), make=bare_head, limit="matmul",
+                    fn=bound(logp, temperature=0.7, chunk=None),
+                    plain=bound(plain_logp, temperature=0.7))),
     Row("fused_linear_logp_with_stats", bound(logp_stats, **WARM), bound(logp_oracle, **WARM),
-        biased_head, ("w", "x", "b"), HEAD_SIZES, HEAD, ("b",), block=4, flops=4 / 3),
+        biased_head, ("w", "x", "b"), HEAD_SIZES, HEAD, ("b",), block=4, flops=4 / 3,
+        bench=Bench(products(1, 4), AGAIN, {"llama-3-8b": heads(8192, "llama-3-8b")}, SMALL_HEAD,
+                    wanted=("w", "x"), make=bare_head, limit="matmul", fn=logp_and_entropy,
+                    plain=plain_logp_and_entropy)),
     Row("fused_linear_kl", bound(distilled, of=liger_fn.fused_linear_kl),
         bound(distilled_oracle, rows=kl_rows), two_heads, ("w", "x"), {**PAIR_SIZES, "full": False},
         {**HEAD, "full": [False]}, composed=True,
-        bench=Bench(distillation, "one product for each of the two logits, two more with backward",
-                    [{"lead": (8192,), "d": 4096, "v": 128256, "full": False}],
-                    [{"lead": (256,), "d": 256, "v": 8000, "full": False}],
-                    fn=bound(distilled, of=liger_fn.fused_linear_kl, chunk=None), limit="matmul")),
+        bench=distillation(liger_fn.fused_linear_kl, kl_rows)),
     Row("fused_linear_kl-none", bound(distilled, of=liger_fn.fused_linear_kl, **EACH),
         bound(distilled_oracle, rows=kl_rows, **EACH), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
-        ("y", "u"), block=4, flops=20 / 13, composed=True),  # both logits again; widths 3 and 4
+        ("y", "u"), block=4, flops=20 / 13),  # both logits again; widths 3 and 4
     Row("fused_linear_kl-topk", known_columns, known_columns_oracle, head_and_columns, ("w", "x"),
-        {**PAIR_SIZES, "k": 2}, {**HEAD, "k": [1], "v": range(4, 9)}, composed=True),
+        {**PAIR_SIZES, "k": 2}, {**HEAD, "k": [1], "v": range(4, 9)}, block=4),
     Row("fused_linear_cosine", bound(distilled, of=liger_fn.fused_linear_cosine),
         bound(distilled_oracle, rows=cosine_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
-        ("y", "u"), composed=True),
+        ("y", "u"), block=4, bench=distillation(liger_fn.fused_linear_cosine, cosine_rows)),
     Row("fused_linear_jsd", bound(distilled, of=liger_fn.fused_linear_jsd, beta=0.3),
         bound(distilled_oracle, rows=jsd_rows), two_heads, ("w", "x", "u"), PAIR_SIZES, HEAD,
-        ("y", "u"), composed=True),
+        ("y", "u"), composed=True,
+        bench=distillation(bound(liger_fn.fused_linear_jsd, beta=0.3), jsd_rows)),
     Row("fused_linear_tvd", bound(distilled, of=liger_fn.fused_linear_tvd, temperature=1.5),
         bound(distilled_oracle, rows=tvd_rows, temperature=1.5), two_heads, ("w", "x", "u"),
-        PAIR_SIZES, HEAD, ("y", "u"), composed=True),
+        PAIR_SIZES, HEAD, ("y", "u"), composed=True,
+        bench=distillation(liger_fn.fused_linear_tvd, tvd_rows, temperature=1.5)),
 ]  # fmt: skip

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_fn
-from tests.table.row import LOGITS, Bench, Draw, Row, bound, elements, first
+from tests.table.row import LOGITS, Bench, Draw, Function, Row, bound, first
+from tests.table.shapes import SMALL_LOGITS, elements, logits
 
 
 def ce_rows(
@@ -73,6 +74,15 @@ def plain_ce(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1))
 
 
+def wide(t: Tensor) -> Tensor:
+    """Logits as users hand them to a loss: in float32 where they were formed in less."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def plain_z_loss(logits: Tensor, y: Tensor) -> Tensor:
+    return plain_ce(wide(logits), y) + 1e-4 * wide(logits).logsumexp(-1).square().mean()
+
+
 ALL = {**HARD, "z_loss": 0.2}
 
 
@@ -116,34 +126,46 @@ def student_and_teacher(
     return made | ({"y": draw.targets(lead, v), "u": draw.normal(*lead)} if full else {})
 
 
+def plain_divergence(student: Tensor, teacher: Tensor, **options: Any) -> Tensor:
+    return divergence_oracle(wide(student), wide(teacher), **options)
+
+
+def kept_teacher(plain: Function, name: str = "llama-2-7b") -> Bench:
+    return Bench(
+        elements(2, 5),
+        "read both logits; backward reads them again, writes the student's gradient",
+        {name: logits(8192, name)},
+        SMALL_LOGITS,
+        ("student",),
+        plain=plain,
+    )
+
+
 CE_SIZES = {"lead": (2, 3), "v": 7}
 DIFF_LOGITS = ("logits", "u")
 PAIR = ("student", "teacher")
-KEPT_TEACHER = Bench(
-    elements(2, 5), "read both logits; backward reads them again, writes the student's gradient",
-    [{"lead": (4096,), "v": 128256, "full": False}], [{"lead": (256,), "v": 4096, "full": False}],
-    wanted=("student",),
-)  # fmt: skip
+CE_WORK = "read logits; backward reads them again, writes their gradient"
 ROWS = [
     Row("kl_div", bound(divergence, of=liger_fn.kl_div), bound(divergence_oracle, rows=kl_rows),
         student_and_teacher, PAIR, {**CE_SIZES, "full": False}, {**LOGITS, "full": [False]},
-        bench=KEPT_TEACHER),
+        bench=kept_teacher(bound(plain_divergence, rows=kl_rows), "llama-3-8b")),
     Row("kl_div-all-none", bound(divergence, of=liger_fn.kl_div, temperature=1.5, reduction="none"),
         bound(divergence_oracle, rows=kl_rows, temperature=1.5, reduction="none"),
         student_and_teacher, (*PAIR, "u"), CE_SIZES, LOGITS, ("y", "u"), block=4),
     Row("jsd", bound(divergence, of=liger_fn.jsd, beta=0.3, temperature=1.5),
         bound(divergence_oracle, rows=jsd_rows, temperature=1.5),
-        student_and_teacher, (*PAIR, "u"), CE_SIZES, LOGITS, ("y", "u"), bench=KEPT_TEACHER),
+        student_and_teacher, (*PAIR, "u"), CE_SIZES, LOGITS, ("y", "u"),
+        bench=kept_teacher(bound(plain_divergence, rows=jsd_rows, temperature=1.5))),
     Row("tvd", bound(divergence, of=liger_fn.tvd, temperature=1.5),
         bound(divergence_oracle, rows=tvd_rows, temperature=1.5),
         student_and_teacher, (*PAIR, "u"), CE_SIZES, LOGITS, ("y", "u"), block=4,
-        bench=KEPT_TEACHER),
+        bench=kept_teacher(bound(plain_divergence, rows=tvd_rows, temperature=1.5))),
     Row("cross_entropy", ce, first(ce_oracle), logits_and_targets, ("logits",),
         {**CE_SIZES, "full": False}, {**LOGITS, "full": [False]}, plain=plain_ce,
-        bench=Bench(elements(1, 3), "read logits; backward reads them again, writes their gradient",
-                    [{"lead": (8192,), "v": 128256, "full": False},
-                     {"lead": (8192,), "v": 32000, "full": False}],
-                    [{"lead": (512,), "v": 8000, "full": False}])),
+        bench=Bench(elements(1, 3), CE_WORK,
+                    {"llama-3-8b": logits(8192, "llama-3-8b"),
+                     "llama-2-7b": logits(8192, "llama-2-7b"),
+                     "gemma-2-9b": logits(4096, "gemma-2-9b")}, SMALL_LOGITS)),
     Row("cross_entropy-all", bound(ce, **ALL, n_valid=3.5),
         first(bound(ce_oracle, **ALL, n_valid=3.5)), logits_and_targets, DIFF_LOGITS, CE_SIZES,
         LOGITS, ("c", "u"), block=4),
@@ -151,5 +173,8 @@ ROWS = [
         first(bound(ce_oracle, **ALL, reduction="none")), logits_and_targets, DIFF_LOGITS,
         CE_SIZES, LOGITS, ("c", "u"), composed=True),
     Row("cross_entropy_with_stats", bound(ce_stats, **ALL), bound(ce_oracle, **ALL),
-        logits_and_targets, DIFF_LOGITS, CE_SIZES, LOGITS, ("c", "u"), composed=True),
+        logits_and_targets, DIFF_LOGITS, CE_SIZES, LOGITS, ("c", "u"), composed=True,
+        bench=Bench(elements(1, 3), CE_WORK, {"llama-2-7b": logits(8192, "llama-2-7b")},
+                    SMALL_LOGITS, wanted=("logits",), plain=plain_z_loss,
+                    fn=lambda z, y: liger_fn.cross_entropy_with_stats(z, y, z_loss=1e-4).loss)),
 ]  # fmt: skip

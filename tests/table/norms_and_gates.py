@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import liger_fn
-from tests.table.row import COLUMNS, LEADS, ROWS_OF, Bench, Draw, Row, bound, elements
+from tests.table import shapes
+from tests.table.row import COLUMNS, LEADS, ROWS_OF, Bench, Draw, Row, bound
+from tests.table.shapes import NORMS, SMALL, elements, gates, some
 
 
 def rms_norm(x: Tensor, w: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
@@ -62,9 +61,11 @@ def group_norm(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> Tens
     return y * w.reshape(each) + b.reshape(each)
 
 
-def images(draw: Draw, b: int, per_group: int, at: tuple[int, ...]) -> dict[str, Tensor]:
-    """Two groups of channels, of the positions `at`."""
-    c = 2 * per_group
+def images(
+    draw: Draw, b: int, per_group: int, at: tuple[int, ...], groups: int = 2
+) -> dict[str, Tensor]:
+    """Groups of channels, of the positions `at`."""
+    c = groups * per_group
     return {"x": draw.normal(b, c, *at), "w": draw.normal(c), "b": draw.normal(c)}
 
 
@@ -109,14 +110,25 @@ def rope_arguments(
 
 
 def mrope_arguments(
-    draw: Draw, lead: tuple[int, ...], t: int, h: int, hk: int, tail: int = 0
-) -> dict[str, Tensor]:
-    made = rope_arguments(draw, lead, t, h, hk, sum(SECTIONS), tail)
-    angle = draw.normal(3, *lead, t, 2 * sum(SECTIONS))
+    draw: Draw, lead: tuple[int, ...], t: int, h: int, hk: int, tail: int = 0,
+    pairs: int = 4, equal: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
+    made = rope_arguments(draw, lead, t, h, hk, pairs, tail)
+    angle = draw.normal(3, *lead, t, pairs)
+    angle = torch.cat((angle, angle if equal else draw.normal(*angle.shape)), -1)
     return {"q": made["q"], "k": made["k"], "cos": angle.cos(), "sin": angle.sin()}
 
 
 SECTIONS = (1, 1, 2)
+QWEN_SECTIONS = (16, 24, 24)
+
+
+def mrope_by_parts(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = (
+        torch.cat([part[i % 3] for i, part in enumerate(t.split(QWEN_SECTIONS * 2, -1))], -1)
+        for t in (cos, sin)
+    )
+    return rope_oracle(q, k, cos, sin, pairs=False)
 
 
 def mrope_oracle(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,21 +155,16 @@ TABLES = {
     "pairs": range(1, 5), "tail": range(4), "own": ["shared", "own", "ones"],
 }  # fmt: skip
 GATED = "read gate and up, write y; backward reads gate, up, dy, writes dgate, dup"
-ROW_SHAPES = [{"lead": (16384,), "n": 4096}, {"lead": (32768,), "n": 1024},
-              {"lead": (4096,), "n": 16384}]  # fmt: skip
-
-
-def turned(lead: tuple[int, ...], t: int, h: int, hk: int, pairs: int, **_: Any) -> Any:
-    size = math.prod(lead) * t * (h + hk) * 2 * pairs
-    return 2 * size, 4 * size
+ROWED = "read x, write y; backward reads x and dy, writes dx"
+TURNED = "read and write q and k; backward the same for their gradients"
+SHARED = {"own": "ones", "equal": True}  # cos and sin as a model shares them among sequences
 
 
 ROWS = [
     Row("rms_norm", bound(liger_fn.rms_norm, eps=1e-3), bound(rms_norm, eps=1e-3), rows_and_gain,
         ("x", "w"), {"lead": (2, 3), "n": 5}, ROWS_OF, ("w",),
         plain=lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-3),
-        bench=Bench(elements(2, 5), "read x, write y; backward reads x and dy, writes dx",
-                    ROW_SHAPES, [{"lead": (1024,), "n": 1024}], host={"lead": (8,), "n": 64})),
+        bench=Bench(elements(2, 5), ROWED, NORMS, SMALL)),
     Row("rms_norm-gemma", bound(liger_fn.rms_norm, eps=0.1, offset=1.0, casting="gemma"),
         bound(rms_norm, eps=0.1, offset=1.0), rows_and_gain, ("x", "w"),
         {"lead": (3,), "n": 6}, ROWS_OF, ("w",), block=4),
@@ -167,8 +174,8 @@ ROWS = [
     Row("add_rms_norm", bound(liger_fn.add_rms_norm, eps=1e-3), bound(add_rms_norm, eps=1e-3),
         terms_and_gain, ("x", "residual", "w"), {"lead": (2, 3), "n": 5}, ROWS_OF, ("w",),
         bench=Bench(elements(4, 8), "read x and residual, write y and the sum; backward reads dy, "
-                    "ds and the sum, writes the gradient of both", ROW_SHAPES,
-                    [{"lead": (1024,), "n": 1024}])),
+                    "ds and the sum, writes the gradient of both",
+                    some(NORMS, "llama-3-8b", "long rows"), SMALL)),
     Row("add_rms_norm-gemma",
         lambda x, r: liger_fn.add_rms_norm(x, r, None, 0.1, offset=1.0, casting="gemma"),
         bound(add_rms_norm, w=None, eps=0.1), terms, ("x", "residual"), {"lead": (3,), "n": 6},
@@ -176,8 +183,8 @@ ROWS = [
     Row("layer_norm", bound(liger_fn.layer_norm, eps=1e-3), bound(layer_norm, eps=1e-3),
         rows_gain_and_bias, ("x", "w", "b"), {"lead": (2, 3), "n": 5}, CENTRED, ("w", "b"),
         plain=lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-3),
-        bench=Bench(elements(2, 5), "read x, write y; backward reads x and dy, writes dx",
-                    ROW_SHAPES, [{"lead": (1024,), "n": 1024}], host={"lead": (8,), "n": 64})),
+        bench=Bench(elements(2, 5), ROWED, some(NORMS, "llama-3-8b", "short rows", "long rows"),
+                    SMALL)),
     Row("layer_norm-no-gain", lambda x, b: liger_fn.layer_norm(x, None, b, 0.1),
         lambda x, b: layer_norm(x, 1.0, b, 0.1),
         lambda draw, lead, n: {"x": draw.normal(*lead, n), "b": draw.normal(n)}, ("x", "b"),
@@ -186,52 +193,63 @@ ROWS = [
         bound(group_norm, groups=2, eps=0.1), images, ("x", "w", "b"),
         {"b": 2, "per_group": 2, "at": (2, 1)},
         {"b": range(4), "per_group": range(1, 4), "at": [(2,), (7,), (3, 2), (17,), (1, 2, 3)]},
-        ("w", "b")),
+        ("w", "b"),
+        bench=Bench(shapes.images, ROWED,
+                    {"stable-diffusion": {"b": 16, "per_group": 10, "at": (64, 64), "groups": 32}},
+                    {"b": 2, "per_group": 2, "at": (4, 4), "groups": 32},
+                    fn=bound(liger_fn.group_norm, groups=32, eps=1e-5),
+                    plain=lambda x, w, b: F.group_norm(x, 32, w, b, 1e-5))),
     Row("dyt", liger_fn.dyt, lambda x, alpha, w, b: torch.tanh(alpha * x) * w + b,
         lambda draw, lead, n: {"x": draw.normal(*lead, n), "alpha": draw.normal(1),
                                "w": draw.normal(n), "b": draw.normal(n)},
-        ("x", "alpha", "w", "b"), {"lead": (2, 2), "n": 3}, ROWS_OF, ("w", "b")),
+        ("x", "alpha", "w", "b"), {"lead": (2, 2), "n": 3}, ROWS_OF, ("w", "b"),
+        bench=Bench(elements(2, 5), ROWED, some(NORMS, "llama-3-8b"), SMALL)),
     Row("swiglu", liger_fn.swiglu, lambda gate, up: F.silu(gate) * up, halves, ("gate", "up"),
         {"lead": (2, 3), "n": 5}, ROWS_OF,
-        bench=Bench(elements(3, 8), GATED, [{"lead": (16384,), "n": 14336}],
-                    [{"lead": (512,), "n": 2048}], host={"lead": (8,), "n": 64})),
+        bench=Bench(elements(3, 8), GATED,
+                    {**gates("llama-3-8b", "qwen-2.5-7b"), **some(NORMS, "tiny")}, SMALL)),
     Row("geglu", liger_fn.geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, halves,
         ("gate", "up"), {"lead": (2, 3), "n": 5}, ROWS_OF,
-        bench=Bench(elements(3, 8), GATED, [{"lead": (16384,), "n": 14336}],
-                    [{"lead": (512,), "n": 2048}])),
+        bench=Bench(elements(3, 8), GATED, gates("gemma-2-9b"), SMALL)),
     Row("geglu_packed", bound(liger_fn.geglu_packed, approximate="none"),
         lambda gate_up: F.gelu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1],
         lambda draw, lead, n: {"gate_up": draw.normal(*lead, 2 * n)}, ("gate_up",),
-        {"lead": (2, 3), "n": 5}, ROWS_OF, block=4),
+        {"lead": (2, 3), "n": 5}, ROWS_OF, block=4,
+        bench=Bench(elements(3, 8), GATED, gates("gemma-2-9b"), SMALL)),
     Row("relu2", liger_fn.relu2, lambda x: F.relu(x).square(), rows, ("x",),
         {"lead": (2, 3), "n": 5}, ROWS_OF,
-        bench=Bench(elements(2, 5), "read x, write y; backward reads x and dy, writes dx",
-                    [{"lead": (16384,), "n": 14336}], [{"lead": (512,), "n": 2048}])),
+        bench=Bench(elements(2, 5), ROWED, gates("llama-3-8b"), SMALL)),
     Row("swiglu_packed", liger_fn.swiglu_packed, swiglu_packed,
         lambda draw, lead, n: {"gate_up": draw.normal(*lead, 2 * n)}, ("gate_up",),
-        {"lead": (2, 3), "n": 5}, ROWS_OF, block=4),
+        {"lead": (2, 3), "n": 5}, ROWS_OF, block=4,
+        bench=Bench(elements(3, 8), GATED, gates("llama-3-8b"), SMALL)),
     Row("rope", liger_fn.rope, bound(rope_oracle, pairs=False), rope_arguments,
         ("q", "k", "cos", "sin"), {"lead": (2,), "t": 4, "h": 3, "hk": 1, "pairs": 4}, TABLES,
-        bench=Bench(turned, "read and write q and k; backward the same for their gradients",
-                    [{"lead": (4,), "t": 4096, "h": 32, "hk": 8, "pairs": 64, "own": "ones",
-                      "equal": True}],
-                    [{"lead": (1,), "t": 512, "h": 8, "hk": 2, "pairs": 32, "own": "ones",
-                      "equal": True}], wanted=("q", "k"))),
+        bench=Bench(shapes.turned, TURNED,
+                    {"llama-3-8b": shapes.positions("llama-3-8b", pairs=64, **SHARED),
+                     "gemma-2-9b": shapes.positions("gemma-2-9b", pairs=128, **SHARED)},
+                    {"lead": (1,), "t": 16, "h": 4, "hk": 2, "pairs": 16, **SHARED},
+                    wanted=("q", "k"))),
     Row("rope-interleaved-partial", bound(liger_fn.rope, layout="interleaved"),
         bound(rope_oracle, pairs=True), rope_arguments, ("q", "k", "cos", "sin"),
         {"lead": (2,), "t": 4, "h": 3, "hk": 1, "pairs": 2, "tail": 4, "own": "own"}, TABLES),
     Row("mrope", bound(liger_fn.mrope, sections=SECTIONS), mrope_oracle, mrope_arguments,
         ("q", "k", "cos", "sin"), {"lead": (2,), "t": 3, "h": 2, "hk": 1},
-        {name: TABLES[name] for name in ("lead", "t", "h", "hk", "tail")}, composed=True),
+        {name: TABLES[name] for name in ("lead", "t", "h", "hk", "tail")}, composed=True,
+        bench=Bench(shapes.turned, TURNED,
+                    {"qwen-2-vl-7b": shapes.positions("qwen-2.5-7b", pairs=64, equal=True)},
+                    {"lead": (1,), "t": 16, "h": 4, "hk": 2, "pairs": 64, "equal": True},
+                    wanted=("q", "k"), fn=bound(liger_fn.mrope, sections=QWEN_SECTIONS),
+                    plain=mrope_by_parts)),
     Row("softmax", liger_fn.softmax, bound(torch.softmax, dim=-1), rows, ("x",),
         {"lead": (2, 3), "n": 7}, ROWS_OF,
         bench=Bench(elements(2, 5), "read x, write y; backward reads y and dy, writes dx",
-                    [{"lead": (16384,), "n": 4096}], [{"lead": (1024,), "n": 1024}])),
+                    some(NORMS, "llama-3-8b", "long rows"), SMALL)),
     Row("softmax-long", liger_fn.softmax, bound(torch.softmax, dim=-1), rows, ("x",),
         {"lead": (3,), "n": 7}, ROWS_OF, block=4),
     Row("sparsemax", liger_fn.sparsemax, sparsemax, rows, ("x",), {"lead": (2, 3), "n": 7}, ROWS_OF,
         bench=Bench(elements(2, 5), "read x, write y; backward reads y and dy, writes dx",
-                    [{"lead": (16384,), "n": 4096}], [{"lead": (256,), "n": 256}])),
+                    some(NORMS, "llama-3-8b"), SMALL)),
     Row("sparsemax-long", liger_fn.sparsemax, sparsemax, rows, ("x",), {"lead": (3,), "n": 7},
         ROWS_OF, block=4),
 ]  # fmt: skip

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import liger_fn
-from tests.table.heads import logp_oracle
+from tests.table.heads import bare_head, logp_oracle, plain_logp
 from tests.table.row import Bench, Draw, Function, Row, bound
+from tests.table.shapes import SEQUENCES as AT_SCALE
+from tests.table.shapes import SMALL_SEQUENCES, products
 
 
 def counted(y: Tensor) -> Tensor:
@@ -35,9 +36,13 @@ def over_pairs(each: Tensor, y: Tensor) -> Tensor:
     return torch.where(counted(y), each, 0.0).sum() / each.numel()
 
 
+def log_sigmoid(x: Tensor) -> Tensor:
+    return torch.log(torch.sigmoid(x))
+
+
 def dpo_oracle(logp: Tensor, y: Tensor, ref: Tensor) -> Tensor:
     chosen, rejected = (whole(logp, y) - whole(ref, y)).chunk(2)
-    return over_pairs(-F.logsigmoid(0.1 * (chosen - rejected)), y)
+    return over_pairs(-log_sigmoid(0.1 * (chosen - rejected)), y)
 
 
 DPO_MORE: dict[str, Any] = {
@@ -48,10 +53,10 @@ DPO_MORE: dict[str, Any] = {
 
 def dpo_more_oracle(logp: Tensor, y: Tensor, ref: Tensor) -> Tensor:
     n = (y != -100).sum(-1).clamp(min=1)
-    score = math.log(2) + F.logsigmoid(whole(logp, y) - whole(ref, y))
+    score = math.log(2) + log_sigmoid(whole(logp, y) - whole(ref, y))
     d, by_length = (0.8 * (t.chunk(2)[0] - t.chunk(2)[1]) for t in (score, score / n))
-    robust = (-0.8 * F.logsigmoid(d) + 0.2 * F.logsigmoid(-d)) / 0.6
-    norm = -0.8 * F.logsigmoid(by_length) - 0.2 * F.logsigmoid(-by_length)
+    robust = (-0.8 * log_sigmoid(d) + 0.2 * log_sigmoid(-d)) / 0.6
+    norm = -0.8 * log_sigmoid(by_length) - 0.2 * log_sigmoid(-by_length)
     return over_pairs(0.7 * robust + 0.5 * norm, y) + 0.3 * chosen_nll(logp, y)
 
 
@@ -59,19 +64,19 @@ def orpo_oracle(logp: Tensor, y: Tensor) -> Tensor:
     n = (y != -100).sum(-1)
     p = torch.where(n > 0, whole(logp, y) / n.clamp(min=1), -1.0)
     chosen, rejected = (p - torch.log(-torch.expm1(p))).chunk(2)
-    return chosen_nll(logp, y) + over_pairs(-0.1 * F.logsigmoid(chosen - rejected), y)
+    return chosen_nll(logp, y) + over_pairs(-0.1 * log_sigmoid(chosen - rejected), y)
 
 
 def cpo_oracle(logp: Tensor, y: Tensor) -> Tensor:
     chosen, rejected = whole(logp, y).chunk(2)
-    each = -F.logsigmoid(0.1 * (chosen - rejected))
+    each = -log_sigmoid(0.1 * (chosen - rejected))
     return chosen_nll(logp, y) + over_pairs(each, y)
 
 
 def simpo_oracle(logp: Tensor, y: Tensor) -> Tensor:
     n = (y != -100).sum(-1).clamp(min=1)
     chosen, rejected = (whole(logp, y) / n).chunk(2)
-    return over_pairs(-F.logsigmoid(2.0 * (chosen - rejected) - 1.0), y)
+    return over_pairs(-log_sigmoid(2.0 * (chosen - rejected) - 1.0), y)
 
 
 def kto_oracle(logp: Tensor, y: Tensor, desirable: Tensor, ref: Tensor) -> Tensor:
@@ -137,11 +142,15 @@ def under_head(oracle: Function) -> Function:
 
 
 def kto(of: Function) -> Function:
-    return lambda *a: of(*a[:-1], ref_logp=a[-1], kl=0.3)
+    return lambda *a, **k: of(*a[:-1], ref_logp=a[-1], kl=0.3, **k)
 
 
-def dpo_loss(w: Tensor, x: Tensor, y: Tensor, ref: Tensor) -> Tensor:
-    return liger_fn.dpo_loss(w, x, y, ref_logp=ref, chunk=4)
+def dpo_loss(w: Tensor, x: Tensor, y: Tensor, ref: Tensor, chunk: Any = 4) -> Tensor:
+    return liger_fn.dpo_loss(w, x, y, ref_logp=ref, chunk=chunk)
+
+
+def dpo_long(w: Tensor, x: Tensor, y: Tensor, ref: Tensor, chunk: Any = 3) -> Tensor:
+    return dpo_loss(w, x, y, ref, chunk=chunk)  # no pair of tokens fits: two passes
 
 
 SEQUENCES = {"b": range(1, 4), "t": range(1, 5)}
@@ -150,9 +159,21 @@ FEW = {"b": 2, "t": 3}
 PAIR_HEADED = {"b": 1, "t": 2, "d": 2, "v": 3}
 
 
-def reasoned(b: int, t: int, d: int, v: int, **_: Any) -> tuple[float, float]:
-    size = 2 * 2 * b * t * d * v
-    return size, 4 * size
+def bench(fn: Function, oracle: Function, *more: str, again: bool = False) -> Bench:
+    """With a reference that gives every token what the policy does on average."""
+
+    def make(draw: Draw, b: int, t: int, d: int, v: int) -> dict[str, Tensor]:
+        n, made = 2 * b, bare_head(draw, (2 * b, t), d, v)
+        given = {"ref": -2 - math.log(v) + draw.normal(n, t, scale=0.0),
+                 "good": draw.targets((n,), 2) == 1, "a": draw.normal(n)}  # fmt: skip
+        return made | {name: given[name] for name in more}
+
+    def plain(w: Tensor, x: Tensor, y: Tensor, *rest: Tensor) -> Tensor:
+        return oracle(plain_logp(w, x, y), y, *rest)
+
+    n, how = (4, "logits are formed again") if again else (3, "gradients at once")
+    return Bench(products(2, 2 * n), f"one product forward, {n} with backward: {how}",
+                 AT_SCALE, SMALL_SEQUENCES, ("w", "x"), fn, plain, make, "matmul")  # fmt: skip
 
 
 ROWS = [
@@ -169,21 +190,23 @@ ROWS = [
     Row("grpo_from_logp", bound(grpo, of=liger_fn.grpo_from_logp), grpo_oracle, sampled,
         ("logp",), FEW, SEQUENCES, ("y", "old", "ref"), ops=False),
     Row("dpo_loss", dpo_loss, under_head(dpo_oracle), headed(bound(sequences, ref=True)),
-        ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, flops=4 / 3, composed=True,
-        bench=Bench(reasoned, "one product forward, three backward: logits are formed again",
-                    [{"b": 4, "t": 1024, "d": 4096, "v": 128256}],
-                    [{"b": 2, "t": 128, "d": 256, "v": 8000}],
-                    fn=lambda w, x, y, ref: liger_fn.dpo_loss(w, x, y, ref_logp=ref),
-                    limit="matmul")),
-    Row("orpo_loss", bound(liger_fn.orpo_loss, chunk=4), under_head(orpo_oracle),
-        headed(sequences), ("w", "x"), PAIR_HEADED, HEADED, flops=4 / 3, composed=True),
-    Row("cpo_loss", bound(liger_fn.cpo_loss, chunk=4), under_head(cpo_oracle), headed(sequences),
+        ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, composed=True,
+        bench=bench(lambda *a: liger_fn.dpo_loss(*a[:3], ref_logp=a[3]), dpo_oracle, "ref")),
+    Row("dpo_loss-long", dpo_long, under_head(dpo_oracle), headed(bound(sequences, ref=True)),
         ("w", "x"), PAIR_HEADED, HEADED, flops=4 / 3, composed=True),
+    Row("orpo_loss", bound(liger_fn.orpo_loss, chunk=4), under_head(orpo_oracle),
+        headed(sequences), ("w", "x"), PAIR_HEADED, HEADED, composed=True,
+        bench=bench(liger_fn.orpo_loss, orpo_oracle)),
+    Row("cpo_loss", bound(liger_fn.cpo_loss, chunk=4), under_head(cpo_oracle), headed(sequences),
+        ("w", "x"), PAIR_HEADED, HEADED, composed=True,
+        bench=bench(liger_fn.cpo_loss, cpo_oracle)),
     Row("simpo_loss", bound(liger_fn.simpo_loss, chunk=4), under_head(simpo_oracle),
-        headed(sequences), ("w", "x"), PAIR_HEADED, HEADED, flops=4 / 3, composed=True),
+        headed(sequences), ("w", "x"), PAIR_HEADED, HEADED, composed=True,
+        bench=bench(liger_fn.simpo_loss, simpo_oracle)),
     Row("kto_loss", kto(bound(liger_fn.kto_loss, chunk=4)), under_head(kto_oracle),
-        headed(single), ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, flops=4 / 3, composed=True),
+        headed(single), ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, composed=True,
+        bench=bench(kto(liger_fn.kto_loss), kto_oracle, "good", "ref")),
     Row("grpo_loss", bound(grpo, of=liger_fn.grpo_loss, chunk=4), under_head(grpo_oracle),
         headed(sampled), ("w", "x"), {**PAIR_HEADED, "b": 2}, HEADED, ("old", "ref"), flops=4 / 3,
-        composed=True),
+        composed=True, bench=bench(liger_fn.grpo_loss, grpo_oracle, "a", again=True)),
 ]  # fmt: skip

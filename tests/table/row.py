@@ -6,7 +6,6 @@ from our reference), how its arguments are drawn at given sizes, and which of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,8 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tests.table.shapes import Sizes, Work
+
 Function = Callable[..., Any]
-Sizes = Mapping[str, Any]
 
 
 class Draw:
@@ -41,14 +41,15 @@ class Draw:
 class Bench:
     """Sizes worth measuring, and the least work there."""
 
-    work: Callable[..., tuple[float, float]]  # forward, forward + backward: elements or operations
+    work: Work
     counted: str  # the same in words
-    gpu: Sequence[Sizes]  # bfloat16
-    cpu: Sequence[Sizes]  # float32
+    gpu: Mapping[str, Sizes]  # bfloat16; the first is the one to know
+    cpu: Sizes  # float32, small: on a CPU the harness is checked, not much measured
     wanted: tuple[str, ...] | None = None  # gradients, where users do not ask for all
     fn: Function | None = None  # as users call it, where options of the row are not theirs
+    plain: Function | None = None  # the same in plain torch, as they write it
+    make: Callable[..., dict[str, Tensor]] | None = None  # where they draw other arguments
     limit: Literal["copy", "matmul"] = "copy"  # the rate that bounds it
-    host: Sizes | None = None  # where nothing but host time is left
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def first(f: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
 
 
 def bound(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return lambda *a, **k: f(*a, **options, **k)
+    return lambda *a, **k: f(*a, **(options | k))
 
 
 # what laws draw
@@ -110,14 +111,3 @@ WIDTHS = [*range(1, 10), 15, 16, 17, 33, 40]
 COLUMNS = [*range(1, 10), 16, 17, 33]
 ROWS_OF = {"lead": LEADS, "n": WIDTHS}
 LOGITS = {"lead": LOSS_LEADS, "v": COLUMNS}
-
-
-def elements(*counts: float) -> Callable[..., tuple[float, float]]:
-    """Work in units of one tensor of rows: how often its elements are read or written."""
-    forward, both = counts
-
-    def work(lead: tuple[int, ...], **rest: Any) -> tuple[float, float]:
-        size = math.prod(lead) * rest.get("n", rest.get("v"))
-        return forward * size, both * size
-
-    return work

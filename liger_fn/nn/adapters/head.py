@@ -61,7 +61,7 @@ def model_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
         out = inner(View(self, plan, defer), *args, **kw)
         logits = out.get("logits") if isinstance(out, dict) else None
         if isinstance(logits, DeferredLogits):
-            logits.version = logits.head.weight._version
+            logits.version = _version(logits.head)
         return out
 
     return forward
@@ -71,7 +71,8 @@ class View:
     """A model as its own forward sees it, but for a head that defers and a loss that knows it."""
 
     def __init__(self, model: Any, plan: Plan, defer: bool) -> None:
-        self.__dict__.update(_model=model, _plan=plan, _defer=defer)
+        for name, value in (("_model", model), ("_plan", plan), ("_defer", defer)):
+            object.__setattr__(self, name, value)  # the model's attributes are set by plain names
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)
@@ -91,24 +92,28 @@ class View:
         known = self._model.loss_function is self._plan.loss and vocab_size == logits.shape[-1]
         y = shifted(labels, ignore_index) if shift_labels is None else shift_labels
         if known and y.numel() == logits.shape[:-1].numel():
-            y, n = y.to(logits.device).reshape(logits.shape[:-1]), num_items_in_batch
-            n = n.to(logits.device) if isinstance(n, Tensor) else n
-            options: dict[str, Any] = {"ignore_index": ignore_index, "n_valid": n}
-            deferred = isinstance(logits, DeferredLogits)
-            if deferred and logits.form() is not None:
-                return logits.through(functools.partial(_fused_ce, y=y, **options))
+            options: dict[str, Any] = {"ignore_index": ignore_index, "n_valid": num_items_in_batch}
+            options["y"] = y.reshape(logits.shape[:-1])
+            if isinstance(logits, DeferredLogits):
+                loss = logits.through(functools.partial(_fused_ce, **options))
+                if loss is not None:
+                    return loss
             if self._plan.cross_entropy:
-                z = logits.value() if deferred else logits
-                return liger_fn.cross_entropy(z, y, **options)
+                z = _real(logits)
+                return liger_fn.cross_entropy(z, **beside(z, options))
         return self._model.loss_function(
-            logits.value() if isinstance(logits, DeferredLogits) else logits, labels, vocab_size,
-            num_items_in_batch=num_items_in_batch, ignore_index=ignore_index,
-            shift_labels=shift_labels, **kw,
+            _real(logits), labels, vocab_size, num_items_in_batch=num_items_in_batch,
+            ignore_index=ignore_index, shift_labels=shift_labels, **kw,
         )  # fmt: skip
 
 
-def _fused_ce(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, **options: Any) -> Tensor:
-    return liger_fn.fused_linear_ce(w, x, y, b=b, **options)
+def _fused_ce(x: Tensor, w: Tensor, b: Tensor | None, **options: Any) -> Tensor:
+    return liger_fn.fused_linear_ce(w, x, b=b, **beside(x, options))
+
+
+def beside(x: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Bring options to x, which a hook of device_map may have brought to the weight of the head."""
+    return {k: v.to(x.device) if isinstance(v, Tensor) else v for k, v in options.items()}
 
 
 def shifted(labels: Any, ignore_index: int) -> Tensor:
@@ -149,13 +154,14 @@ class DeferredLogits:
     @property
     def dtype(self) -> torch.dtype:
         """Type of the logits."""
-        casts = [value for step, value in self.steps if step == "to"]
+        casts = [value for step, value in self.steps if isinstance(value, torch.dtype)]
         return casts[-1] if casts else self.hidden.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the logits would be."""
-        return self.hidden.device
+        moves = [v for step, v in self.steps if step == "to" and not isinstance(v, torch.dtype)]
+        return torch.device(moves[-1]) if moves else self.hidden.device
 
     def form(self) -> tuple[float, float | None] | None:
         """Scale and soft cap that the steps amount to, or None where they are something else."""
@@ -168,17 +174,21 @@ class DeferredLogits:
             before, after = (before, after * factor) if capped else (before * factor, after)
         return (before * after, after) if capped else (before, None)
 
-    def through(self, formed: Formed) -> Tensor:
-        """Call the head for something else than logits, with their scale and soft cap."""
+    def through(self, formed: Formed) -> Tensor | None:
+        """Call the head for something else than logits, with their scale and soft cap.
+
+        None where the steps are something else than a scale and a soft cap.
+        """
         form = self.form()
-        assert form is not None
+        if form is None:
+            return None
         scale, cap = form
         return self.head(self.hidden, functools.partial(formed, logit_scale=scale, softcap=cap))
 
     def value(self) -> Tensor:
         """The logits, computed on first use."""
         if self._value is None:
-            if self.version not in (None, self.head.weight._version):
+            if self.version not in (None, _version(self.head)):
                 raise RuntimeError(
                     "these logits were deferred and the weight of the head has changed since: read "
                     "them before the optimizer steps, or call the model with skip_logits=False"
@@ -190,7 +200,9 @@ class DeferredLogits:
         return self._value
 
     def _then(self, step: str, value: Any) -> DeferredLogits:
-        return DeferredLogits(self.hidden, self.head, (*self.steps, (step, value)))
+        then = DeferredLogits(self.hidden, self.head, (*self.steps, (step, value)))
+        then.version = self.version
+        return then
 
     def __mul__(self, other: Any) -> Any:
         return self._then("*", other) if isinstance(other, Real) else self.value() * other
@@ -204,6 +216,13 @@ class DeferredLogits:
     def tanh(self) -> DeferredLogits:
         """Tanh, deferred too."""
         return self._then("tanh", None)
+
+    def to(self, *args: Any, **kw: Any) -> Any:
+        """Logits in another dtype or on another device, deferred too."""
+        plain = len(args) == 1 and isinstance(args[0], (torch.dtype, torch.device, str, int))
+        if plain and not kw.keys() - {"non_blocking"}:
+            return self._then("to", args[0])
+        return self.value().to(*args, **kw)
 
     def float(self) -> DeferredLogits:
         """Logits in float32, deferred too."""
@@ -243,8 +262,15 @@ _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "*": torch.mul,
     "/": torch.div,
     "tanh": lambda z, _: torch.tanh(z),
-    "to": lambda z, dtype: z.to(dtype),
+    "to": lambda z, to: z.to(to),
 }
+
+
+def _version(head: nn.Module) -> int | None:
+    # not head.weight: ZeRO-3 takes that for a use outside the head's call, and gathers the weight
+    # in each forward of the whole model from then on
+    w = head._parameters.get("weight")
+    return None if w is None else w._version
 
 
 def _real(value: Any) -> Any:

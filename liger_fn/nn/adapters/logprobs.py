@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import liger_fn
 from liger_fn.nn.adapters.adapt import AdapterError
-from liger_fn.nn.adapters.binding import is_bound, slot_of
 from liger_fn.nn.adapters.head import PLAN, DeferredLogits, shifted
 
 
@@ -23,7 +22,9 @@ def token_logprobs(
     soft cap of logits hold.
 
     Args:
-        model: adapted with `fused_linear_ce`, bare or wrapped.
+        model: adapted with `fused_linear_ce`, bare or wrapped. Where a library gives the model a
+            forward of its own (trainers of TRL do), adapt before it: adapted after, the model forms
+            its logits.
         labels: tokens (b, t), as the model takes them: not shifted.
         temperature: divides the logits.
         ignore_index: labels that do not count: log-probability and gradient 0.
@@ -33,26 +34,32 @@ def token_logprobs(
         float32 (b, t - 1): entry i is log p(labels[:, i + 1]). Differentiable.
 
     Raises:
-        AdapterError: the model is not adapted.
+        AdapterError: the model is not adapted, or no longer runs what `adapt` gave it.
     """
-    if not any(PLAN in m.__dict__ and is_bound(m, slot_of(m)) for m in model.modules()):
+    if not any(PLAN in m.__dict__ for m in model.modules()):
         raise AdapterError("token_logprobs: the model is not adapted: call adapt(model) first")
     y = shifted(labels, ignore_index)
     form = functools.partial(_logp, y=y, temperature=temperature, ignore_index=ignore_index)
-    logp: Tensor = model(**inputs, through_head=form)
+    logp = model(**inputs, through_head=form)
+    if not isinstance(logp, Tensor):  # outputs of the model: a forward that ignores through_head
+        raise AdapterError(
+            f"token_logprobs: {type(model).__name__} was adapted, but runs another forward (of a "
+            "library that put its own there, or from a pickle): call adapt(model) again"
+        )
     return logp[..., :-1]
 
 
 def _logp(logits: Any, *, y: Tensor, temperature: float, ignore_index: int) -> Tensor:
-    y = y.to(logits.device)
-    if not isinstance(logits, DeferredLogits) or logits.form() is None:  # LoRA on the head, say
-        z = logits.value() if isinstance(logits, DeferredLogits) else logits
-        return -liger_fn.cross_entropy(
-            z, y, logit_scale=1.0 / temperature, ignore_index=ignore_index, reduction="none"
-        )
-
     def formed(x: Tensor, w: Tensor, b: Tensor | None, **form: Any) -> Tensor:
         options = {**form, "temperature": temperature, "ignore_index": ignore_index}
-        return liger_fn.fused_linear_logp(w, x, y, b=b, **options)
+        return liger_fn.fused_linear_logp(w, x, y.to(x.device), b=b, **options)
 
-    return logits.through(formed)
+    if isinstance(logits, DeferredLogits):
+        logp = logits.through(formed)
+        if logp is not None:
+            return logp
+        logits = logits.value()
+    return -liger_fn.cross_entropy(  # LoRA on the head, say
+        logits, y.to(logits.device), logit_scale=1.0 / temperature, ignore_index=ignore_index,
+        reduction="none",
+    )  # fmt: skip

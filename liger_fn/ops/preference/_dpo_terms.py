@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from liger_fn._check import check_choice, check_positive
-from liger_fn.ops._sequences import exp_capped, expm1_capped, preferred
+from liger_fn.ops._sequences import exp_capped, expm1_capped, log_sigmoid, preferred
 from liger_fn.ops.preference._pairs import Pairs, check_pair_options
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
@@ -74,7 +73,7 @@ def _score(ratio: Tensor, o: Options) -> Tensor:
     if o.f_divergence == "forward_kl":
         return -expm1_capped(-ratio)
     if o.f_divergence == "js":
-        return math.log(2) + F.logsigmoid(ratio)
+        return math.log(2) + log_sigmoid(ratio)
     a = 0.0 if o.f_divergence != "alpha" else (0.5 if o.f_alpha is None else o.f_alpha) - 1
     return ratio if abs(a) < 1e-6 else expm1_capped(a * ratio) / a
 
@@ -100,7 +99,7 @@ def _discopop(t: Terms) -> Tensor:
     tau = 0.05 if t.o.discopop_tau is None else t.o.discopop_tau
     gate = t.delta / tau
     logistic = preferred(t.delta) * torch.sigmoid(-gate)
-    return logistic + exp_capped(F.logsigmoid(gate) - t.delta)
+    return logistic + exp_capped(log_sigmoid(gate) - t.delta)
 
 
 def _ranked(x: Tensor, live: Tensor) -> Tensor:

@@ -6,13 +6,15 @@ a token that is not ignored; the term of another is 0, and so is its gradient.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_fn._check import check_count, check_positive
 from liger_fn._math import wide
+from liger_fn.ops._ce import divisor
+from liger_fn.ops._logp_loss import logp_loss
 from liger_fn.ops._sequences import (
     Head,
     Reference,
@@ -138,6 +140,22 @@ def _tail_weight(logp: Tensor, live: Tensor, ld_alpha: float) -> Tensor:
     shared = torch.minimum(n[:b], n[b:]).repeat(2)
     past = live.cumsum(-1) > shared[:, None]
     return torch.ones_like(logp, dtype=wide(logp.dtype)).masked_fill(past, ld_alpha)
+
+
+def pair_loss(
+    name: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head,
+    ref_logp: Tensor | None, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Loss of that name and logp, the means divided by numbers that hold for the whole batch."""
+    half, dtype = y.shape[0] // 2, wide(x.dtype)
+    if nll_n_valid is None:
+        nll_n_valid = (y[:half] != head.ignore_index).sum()
+    counts = (divisor(half if n_valid is None else n_valid, x.device, dtype),
+              divisor(nll_n_valid, x.device, dtype))  # fmt: skip
+    return logp_loss(
+        name, w, x, y, b, head, *counts, ref_logp, ignore_index=head.ignore_index, **options
+    )
 
 
 def pair_mean(terms: Tensor, live: Tensor, n_valid: float | Tensor | None) -> Tensor:

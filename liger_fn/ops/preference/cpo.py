@@ -7,16 +7,18 @@ logp: (2b, t) or (2b,), float32 (float64 stays float64). Xu et al., 2024, arXiv:
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from liger_fn.ops._sequences import NO_REFERENCE, Head, head_logp, preferred
+from liger_fn.ops._logp_loss import algebra
+from liger_fn.ops._sequences import NO_REFERENCE, Head, preferred
 from liger_fn.ops.preference._pairs import (
     PairMetrics,
-    Pairs,
     check_counts,
     check_pair_head,
     check_pair_options,
     check_pairs,
+    pair_loss,
     pair_mean,
     pair_metrics,
     read_pairs,
@@ -71,21 +73,23 @@ def cpo_from_logp(
     check_pairs("cpo_from_logp", logp, y, needs_y)
     check_counts("cpo_from_logp", logp, n_valid, nll_n_valid, nll_weight > 0)
     return _loss(
-        logp, y, beta, nll_weight, label_smoothing, average_logp, n_valid, nll_n_valid, ignore_index
-    )[0]
+        logp, y, n_valid, nll_n_valid, beta=beta, nll_weight=nll_weight,
+        label_smoothing=label_smoothing, average_logp=average_logp, ignore_index=ignore_index,
+    )  # fmt: skip
 
 
+@algebra("cpo", together=2)
 def _loss(
-    logp: Tensor, y: Tensor | None, beta: float, nll_weight: float, label_smoothing: float,
-    average_logp: bool, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None,
-    ignore_index: int,
-) -> tuple[Tensor, Pairs]:  # fmt: skip
+    logp: Tensor, y: Tensor | None, n_valid: float | Tensor | None,
+    nll_n_valid: float | Tensor | None, *_: None,
+    beta: float, nll_weight: float, label_smoothing: float, average_logp: bool, ignore_index: int,
+) -> Tensor:  # fmt: skip
     pairs = read_pairs(
         logp, y, None, ignore_index=ignore_index, average=average_logp, nll_n_valid=nll_n_valid
     )
     terms = preferred(beta * (pairs.chosen - pairs.rejected), label_smoothing)
     loss = pair_mean(terms, pairs.live, n_valid)
-    return loss + nll_weight * pairs.nll if nll_weight > 0 else loss, pairs
+    return loss + nll_weight * pairs.nll if nll_weight > 0 else loss
 
 
 def cpo_loss(
@@ -95,6 +99,7 @@ def cpo_loss(
     n_valid: float | Tensor | None = None, nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Contrastive preference optimisation of a head, without its logits in memory.
 
@@ -115,6 +120,7 @@ def cpo_loss(
         logit_scale: multiplies the logits first.
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
+        accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
 
     Returns:
         float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
@@ -136,7 +142,7 @@ def cpo_loss(
     return _fused(
         "cpo_loss", w, x, y, b, beta, nll_weight, label_smoothing,
         average_logp, n_valid, nll_n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
     )[0]  # fmt: skip
 
 
@@ -147,6 +153,7 @@ def cpo_loss_with_metrics(
     n_valid: float | Tensor | None = None, nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> PairMetrics:  # fmt: skip
     """Return what `cpo_loss` does, and what one watches beside it.
 
@@ -160,10 +167,14 @@ def cpo_loss_with_metrics(
         ValueError: as there.
         TypeError: as there.
     """
-    loss, pairs = _fused(
+    loss, logp = _fused(
         "cpo_loss_with_metrics", w, x, y, b, beta, nll_weight, label_smoothing,
         average_logp, n_valid, nll_n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+    )  # fmt: skip
+    pairs = read_pairs(
+        logp, y, None, ignore_index=ignore_index, average=average_logp,
+        nll_n_valid=nll_n_valid,
     )  # fmt: skip
     return pair_metrics(loss, pairs, beta)
 
@@ -172,19 +183,11 @@ def _fused(
     op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, beta: float,
     nll_weight: float, label_smoothing: float, average_logp: bool,
     n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None, head: Head,
-) -> tuple[Tensor, Pairs]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_pair_options(op, beta, label_smoothing, nll_weight)
     check_pair_head(op, w, x, y, b, NO_REFERENCE, head)
     check_counts(op, x, n_valid, nll_n_valid, nll_weight > 0)
-    logp = head_logp(w, x, y, b, head)
-    return _loss(
-        logp,
-        y,
-        beta,
-        nll_weight,
-        label_smoothing,
-        average_logp,
-        n_valid,
-        nll_n_valid,
-        head.ignore_index,
-    )
+    return pair_loss(
+        "cpo", w, x, y, b, head, None, n_valid, nll_n_valid, beta=beta, nll_weight=nll_weight,
+        label_smoothing=label_smoothing, average_logp=average_logp,
+    )  # fmt: skip

@@ -11,13 +11,17 @@ arXiv:2305.18290.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from liger_fn.ops._logp_loss import algebra, pair_logp
 from liger_fn.ops._sequences import Head, Reference, head_logp, masked, reference_logp
 from liger_fn.ops.fused_linear_logp import fused_linear_logp_with_stats
 from liger_fn.ops.preference._dpo_terms import (
     BY_LENGTH,
+    SORTED,
     Options,
     check_options,
     check_reference_use,
@@ -26,10 +30,10 @@ from liger_fn.ops.preference._dpo_terms import (
 )
 from liger_fn.ops.preference._pairs import (
     PairMetrics,
-    Pairs,
     check_counts,
     check_pair_head,
     check_pairs,
+    pair_loss,
     pair_mean,
     pair_metrics,
     read_pairs,
@@ -114,13 +118,13 @@ def dpo_from_logp(
         ld_alpha, average_logp, nll_weight,
     )  # fmt: skip
     _check("dpo_from_logp", logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid)
-    return _loss(logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid, ignore_index)[0]
+    return _loss(logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid, ignore_index)
 
 
 def _loss(
     logp: Tensor, y: Tensor | None, ref_logp: Tensor | None, log_sum_sq: Tensor | None, o: Options,
     n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None, ignore_index: int,
-) -> tuple[Tensor, Pairs]:  # fmt: skip
+) -> Tensor:  # fmt: skip
     pairs = read_pairs(
         logp, y, ref_logp, ignore_index=ignore_index, average=o.average_logp, ld_alpha=o.ld_alpha,
         nll_n_valid=nll_n_valid,
@@ -136,7 +140,7 @@ def _loss(
         each, live = live_terms(name, terms)
         each = each if trust is None else each * trust
         parts.append(share * pair_mean(each, live, n_valid))
-    return sum(parts[1:], parts[0]), pairs
+    return sum(parts[1:], parts[0])
 
 
 def _trust(logp: Tensor, log_sum_sq: Tensor, live: Tensor) -> Tensor:
@@ -177,6 +181,7 @@ def dpo_loss(
     nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Preference loss of pairs under a head and a frozen reference, without logits in memory.
 
@@ -208,6 +213,7 @@ def dpo_loss(
         logit_scale: multiplies the logits first.
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
+        accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
 
     More of the options of pairs is with `dpo_from_logp`.
 
@@ -235,7 +241,8 @@ def dpo_loss(
             loss_type, loss_weights, beta, label_smoothing, f_divergence, f_alpha, discopop_tau,
             ld_alpha, average_logp, nll_weight,
         ),
-        n_valid, nll_n_valid, Head(temperature, softcap, logit_scale, ignore_index, chunk),
+        n_valid, nll_n_valid,
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
     )[0]  # fmt: skip
 
 
@@ -250,6 +257,7 @@ def dpo_loss_with_metrics(
     nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> PairMetrics:  # fmt: skip
     """Return what `dpo_loss` does, and what one watches beside it.
 
@@ -263,13 +271,18 @@ def dpo_loss_with_metrics(
         ValueError: as there.
         TypeError: as there.
     """
-    loss, pairs = _fused(
+    loss, logp, ref_logp = _fused(
         "dpo_loss_with_metrics", w, x, y, b, Reference(ref_logp, ref_w, ref_x, ref_b), wpo,
         Options(
             loss_type, loss_weights, beta, label_smoothing, f_divergence, f_alpha, discopop_tau,
             ld_alpha, average_logp, nll_weight,
         ),
-        n_valid, nll_n_valid, Head(temperature, softcap, logit_scale, ignore_index, chunk),
+        n_valid, nll_n_valid,
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+    )  # fmt: skip
+    pairs = read_pairs(
+        logp, y, ref_logp, ignore_index=ignore_index, average=average_logp, ld_alpha=ld_alpha,
+        nll_n_valid=nll_n_valid,
     )  # fmt: skip
     return pair_metrics(loss, pairs, beta)
 
@@ -277,11 +290,19 @@ def dpo_loss_with_metrics(
 def _fused(
     op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, ref: Reference, wpo: bool,
     o: Options, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None, head: Head,
-) -> tuple[Tensor, Pairs]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return the loss, logp and ref_logp."""
     check_options(op, o, wpo)
     check_pair_head(op, w, x, y, b, ref, head)
     check_counts(op, x, n_valid, nll_n_valid, o.has_nll, o.types != ("sft",))
     check_reference_use(op, o, ref.given)
+    if not wpo and not SORTED & {*o.types}:
+        ref_logp = reference_logp(ref, y, head, pair_logp) if ref.given else None
+        loss, logp = pair_loss(
+            "dpo", w, x, y, b, head, ref_logp, n_valid, nll_n_valid, **o._asdict()
+        )
+        return loss, logp, ref_logp
+    # not a sum over pairs, or of more than their logp
     ref_logp = reference_logp(ref, y, head) if ref.given else None
     log_sum_sq = None
     if wpo:
@@ -289,4 +310,14 @@ def _fused(
         logp, log_sum_sq = stats.logp, stats.log_sum_sq
     else:
         logp = head_logp(w, x, y, b, head)
-    return _loss(logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid, head.ignore_index)
+    loss = _loss(logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid, head.ignore_index)
+    return loss, logp.detach(), ref_logp
+
+
+@algebra("dpo", together=2)
+def _of_pairs(
+    logp: Tensor, y: Tensor, n_valid: Tensor, nll_n_valid: Tensor, ref_logp: Tensor | None,
+    *_: None, ignore_index: int, **options: Any,
+) -> Tensor:  # fmt: skip
+    o = Options(**options)
+    return _loss(logp, y, ref_logp, None, o, n_valid, nll_n_valid, ignore_index)

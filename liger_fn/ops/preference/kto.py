@@ -10,8 +10,14 @@ Ethayarajh et al., 2024, arXiv:2402.01306.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from liger_fn._math import wide
+from liger_fn.ops._ce import divisor
+from liger_fn.ops._logp_loss import algebra, logp_loss, whole_logp
 from liger_fn.ops._sequences import Head, Reference, head_logp, reference_logp
 from liger_fn.ops.preference._kto import (
     KTOMetrics,
@@ -92,6 +98,7 @@ def kto_loss(
     average_logp: bool = False, n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Kahneman-Tversky optimisation of a head and a frozen reference, without logits in memory.
 
@@ -121,6 +128,7 @@ def kto_loss(
         logit_scale: multiplies the logits first.
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
+        accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
 
     Returns:
         float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
@@ -144,7 +152,7 @@ def kto_loss(
         "kto_loss", w, x, y, desirable, b, Reference(ref_logp, ref_w, ref_x, ref_b),
         Mismatched(kl, kl_x, kl_y, kl_ref_logp, kl_ref_x),
         Options(beta, desirable_weight, undesirable_weight, average_logp, n_valid, ignore_index),
-        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
     ).loss  # fmt: skip
 
 
@@ -157,6 +165,7 @@ def kto_loss_with_metrics(
     average_logp: bool = False, n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> KTOMetrics:  # fmt: skip
     """Return what `kto_loss` does, and what one watches beside it.
 
@@ -174,7 +183,7 @@ def kto_loss_with_metrics(
         "kto_loss_with_metrics", w, x, y, desirable, b, Reference(ref_logp, ref_w, ref_x, ref_b),
         Mismatched(kl, kl_x, kl_y, kl_ref_logp, kl_ref_x),
         Options(beta, desirable_weight, undesirable_weight, average_logp, n_valid, ignore_index),
-        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
     )  # fmt: skip
 
 
@@ -183,9 +192,24 @@ def _fused(
     m: Mismatched, o: Options, head: Head,
 ) -> KTOMetrics:  # fmt: skip
     check_fused(op, w, x, y, desirable, b, ref, m, o, head)
-    ref_logp, kl = reference_logp(ref, y, head), m.kl
+    ref_logp, kl = reference_logp(ref, y, head, whole_logp), m.kl
     if m.x is not None and m.y is not None:
         policy = head_logp(w.detach(), m.x.detach(), m.y, None if b is None else b.detach(), head)
         base = reference_logp(ref._replace(logp=m.ref_logp, x=m.ref_x), m.y, head)
         kl = mismatched_kl(policy, m.y, base, o)
-    return kto_terms(head_logp(w, x, y, b, head), y, desirable, ref_logp, kl, o)
+    n = divisor(y.shape[0] if o.n_valid is None else o.n_valid, x.device, wide(x.dtype))
+    point = kl if isinstance(kl, Tensor) else x.new_full((), kl or 0.0, dtype=wide(x.dtype))
+    loss, logp = logp_loss(
+        "kto", w, x, y, b, head, desirable, ref_logp, point.to(x.device), n,
+        **{k: v for k, v in o._asdict().items() if k != "n_valid"},
+    )  # fmt: skip
+    return kto_terms(logp, y, desirable, ref_logp, kl, o)._replace(loss=loss)
+
+
+@algebra("kto", together=1)
+def _of_sequences(
+    logp: Tensor, y: Tensor, desirable: Tensor, ref_logp: Tensor, kl: Tensor, n_valid: Tensor,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    o = Options(n_valid=n_valid, **options)
+    return kto_terms(logp, y, desirable, ref_logp, kl, o).loss

@@ -15,14 +15,15 @@ import math
 import torch
 from torch import Tensor
 
-from liger_fn.ops._sequences import NO_REFERENCE, Head, head_logp, preferred
+from liger_fn.ops._logp_loss import algebra
+from liger_fn.ops._sequences import NO_REFERENCE, Head, preferred
 from liger_fn.ops.preference._pairs import (
     PairMetrics,
-    Pairs,
     check_counts,
     check_pair_head,
     check_pair_options,
     check_pairs,
+    pair_loss,
     pair_mean,
     pair_metrics,
     read_pairs,
@@ -70,13 +71,17 @@ def orpo_from_logp(
     check_pair_options("orpo_from_logp", beta)
     check_pairs("orpo_from_logp", logp, y, "the nll term is a mean over tokens")
     check_counts("orpo_from_logp", logp, n_valid, nll_n_valid, True)
-    return _loss(logp, y, beta, average_logp, n_valid, nll_n_valid, ignore_index)[0]
+    return _loss(
+        logp, y, n_valid, nll_n_valid, beta=beta, average_logp=average_logp,
+        ignore_index=ignore_index,
+    )  # fmt: skip
 
 
+@algebra("orpo", together=2)
 def _loss(
-    logp: Tensor, y: Tensor, beta: float, average_logp: bool, n_valid: float | Tensor | None,
-    nll_n_valid: float | Tensor | None, ignore_index: int,
-) -> tuple[Tensor, Pairs]:  # fmt: skip
+    logp: Tensor, y: Tensor, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None,
+    *_: None, beta: float, average_logp: bool, ignore_index: int,
+) -> Tensor:  # fmt: skip
     pairs = read_pairs(
         logp, y, None, ignore_index=ignore_index, average=average_logp, nll_n_valid=nll_n_valid
     )
@@ -85,7 +90,7 @@ def _loss(
     # float16: its largest number bounds the gradient, 1 / (1 - p)
     eps = max(torch.finfo(chosen.dtype).eps, 2 / torch.finfo(logp.dtype).max)
     odds = chosen - rejected - (_log1mexp(chosen, eps) - _log1mexp(rejected, eps))
-    return pairs.nll + beta * pair_mean(preferred(odds), pairs.live, n_valid), pairs
+    return pairs.nll + beta * pair_mean(preferred(odds), pairs.live, n_valid)
 
 
 def _log1mexp(x: Tensor, eps: float) -> Tensor:
@@ -102,6 +107,7 @@ def orpo_loss(
     n_valid: float | Tensor | None = None, nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Odds ratio preference optimisation of a head, without its logits in memory.
 
@@ -120,6 +126,7 @@ def orpo_loss(
         logit_scale: multiplies the logits first.
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
+        accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
 
     Returns:
         float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
@@ -140,7 +147,7 @@ def orpo_loss(
     """
     return _fused(
         "orpo_loss", w, x, y, b, beta, average_logp, n_valid, nll_n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
     )[0]  # fmt: skip
 
 
@@ -150,6 +157,7 @@ def orpo_loss_with_metrics(
     n_valid: float | Tensor | None = None, nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> PairMetrics:  # fmt: skip
     """Return what `orpo_loss` does, and what one watches beside it.
 
@@ -163,9 +171,13 @@ def orpo_loss_with_metrics(
         ValueError: as there.
         TypeError: as there.
     """
-    loss, pairs = _fused(
+    loss, logp = _fused(
         "orpo_loss_with_metrics", w, x, y, b, beta, average_logp, n_valid, nll_n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+    )  # fmt: skip
+    pairs = read_pairs(
+        logp, y, None, ignore_index=ignore_index, average=average_logp,
+        nll_n_valid=nll_n_valid,
     )  # fmt: skip
     return pair_metrics(loss, pairs, beta)
 
@@ -174,9 +186,10 @@ def _fused(
     op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, beta: float,
     average_logp: bool, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None,
     head: Head,
-) -> tuple[Tensor, Pairs]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_pair_options(op, beta)
     check_pair_head(op, w, x, y, b, NO_REFERENCE, head)
     check_counts(op, x, n_valid, nll_n_valid, True)
-    logp = head_logp(w, x, y, b, head)
-    return _loss(logp, y, beta, average_logp, n_valid, nll_n_valid, head.ignore_index)
+    return pair_loss(
+        "orpo", w, x, y, b, head, None, n_valid, nll_n_valid, beta=beta, average_logp=average_logp
+    )

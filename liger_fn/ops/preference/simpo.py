@@ -8,16 +8,18 @@ float32 (float64 stays float64). Meng, Xia and Chen, 2024, arXiv:2405.14734.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from liger_fn.ops._sequences import NO_REFERENCE, Head, head_logp, preferred
+from liger_fn.ops._logp_loss import algebra
+from liger_fn.ops._sequences import NO_REFERENCE, Head, preferred
 from liger_fn.ops.preference._pairs import (
     PairMetrics,
-    Pairs,
     check_counts,
     check_pair_head,
     check_pair_options,
     check_pairs,
+    pair_loss,
     pair_mean,
     pair_metrics,
     read_pairs,
@@ -65,16 +67,20 @@ def simpo_from_logp(
     check_pair_options("simpo_from_logp", beta)
     check_pairs("simpo_from_logp", logp, y)
     check_counts("simpo_from_logp", logp, n_valid, None, False)
-    return _loss(logp, y, beta, gamma_beta_ratio, average_logp, n_valid, ignore_index)[0]
+    return _loss(
+        logp, y, n_valid, beta=beta, gamma_beta_ratio=gamma_beta_ratio, average_logp=average_logp,
+        ignore_index=ignore_index,
+    )  # fmt: skip
 
 
+@algebra("simpo", together=2)
 def _loss(
-    logp: Tensor, y: Tensor | None, beta: float, gamma_beta_ratio: float, average_logp: bool,
-    n_valid: float | Tensor | None, ignore_index: int,
-) -> tuple[Tensor, Pairs]:  # fmt: skip
+    logp: Tensor, y: Tensor | None, n_valid: float | Tensor | None, *_: Tensor | None,
+    beta: float, gamma_beta_ratio: float, average_logp: bool, ignore_index: int,
+) -> Tensor:  # fmt: skip
     pairs = read_pairs(logp, y, None, ignore_index=ignore_index, average=average_logp)
     terms = preferred(beta * (pairs.chosen - pairs.rejected - gamma_beta_ratio))
-    return pair_mean(terms, pairs.live, n_valid), pairs
+    return pair_mean(terms, pairs.live, n_valid)
 
 
 def simpo_loss(
@@ -83,6 +89,7 @@ def simpo_loss(
     n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Simple preference optimisation of a head, without its logits in memory.
 
@@ -101,6 +108,7 @@ def simpo_loss(
         logit_scale: multiplies the logits first.
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
+        accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
 
     Returns:
         float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
@@ -121,7 +129,7 @@ def simpo_loss(
     """
     return _fused(
         "simpo_loss", w, x, y, b, beta, gamma_beta_ratio, average_logp, n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
     )[0]  # fmt: skip
 
 
@@ -131,6 +139,7 @@ def simpo_loss_with_metrics(
     n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> PairMetrics:  # fmt: skip
     """Return what `simpo_loss` does, and what one watches beside it.
 
@@ -144,9 +153,12 @@ def simpo_loss_with_metrics(
         ValueError: as there.
         TypeError: as there.
     """
-    loss, pairs = _fused(
+    loss, logp = _fused(
         "simpo_loss_with_metrics", w, x, y, b, beta, gamma_beta_ratio, average_logp, n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+    )  # fmt: skip
+    pairs = read_pairs(
+        logp, y, None, ignore_index=ignore_index, average=average_logp,
     )  # fmt: skip
     return pair_metrics(loss, pairs, beta)
 
@@ -155,9 +167,11 @@ def _fused(
     op: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, beta: float,
     gamma_beta_ratio: float, average_logp: bool,
     n_valid: float | Tensor | None, head: Head,
-) -> tuple[Tensor, Pairs]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_pair_options(op, beta)
     check_pair_head(op, w, x, y, b, NO_REFERENCE, head)
     check_counts(op, x, n_valid, None, False)
-    logp = head_logp(w, x, y, b, head)
-    return _loss(logp, y, beta, gamma_beta_ratio, average_logp, n_valid, head.ignore_index)
+    return pair_loss(
+        "simpo", w, x, y, b, head, None, n_valid, None, beta=beta,
+        gamma_beta_ratio=gamma_beta_ratio, average_logp=average_logp,
+    )  # fmt: skip

@@ -1,0 +1,196 @@
+"""Losses that are plain algebra on log-probabilities, under a head.
+
+A loss is a sum over sequences (or pairs of them) of f(logp). While one of them fits a chunk, its
+gradients are formed in the forward pass, as those of a cross entropy are:
+
+    z = x w^T + b    logp = z[y] - lse    c = df / dlogp    dz = c * (onehot(y) - p)    dx, dw, db
+
+one row pass gives logp, plain torch differentiates f for c, a number for each token, and a second
+row pass turns z into dz: 3 products. Beyond that `fused_linear_logp` goes over the tokens twice: 4
+products, in a memory that does not grow with the length of a sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_fn._math import wide
+from liger_fn._vjp import custom_vjp, derivative, plain
+from liger_fn.ops._chunked import Chunk, Rows, chunk_size, product_dtype
+from liger_fn.ops._linear_rules import formed_fake, settled
+from liger_fn.ops._logp import logp_loop, logp_passes
+from liger_fn.ops._sequences import Head
+from liger_fn.ops.fused_linear_logp import fused_linear_logp
+
+# (logp (n, t), y (n, t), *tensors, **options) to a sum over sequences: plain torch. Tensors are
+# None, a scalar, or something for each of the n sequences
+Algebra = Callable[..., Tensor]
+_ALGEBRA: dict[str, tuple[Algebra, int]] = {}
+_TENSORS = 4
+
+
+def algebra(name: str, together: int) -> Callable[[Algebra], Algebra]:
+    """Register the algebra of a loss; sequences i, n / together + i, ... belong together."""
+
+    def register(f: Algebra) -> Algebra:
+        _ALGEBRA[name] = f, together
+        return f
+
+    return register
+
+
+def logp_loss(
+    name: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head,
+    *tensors: Tensor | None, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the loss of that name, with gradients for w, x and b, and logp without any."""
+    f, together = _ALGEBRA[name]
+    compute = product_dtype(w, x, b)
+    fit = head.chunk or chunk_size(w.shape[0], compute, x.device)
+    tensors = tuple(None if t is None else t.detach() for t in tensors)
+    tensors += (None,) * (_TENSORS - len(tensors))
+    if 0 < together * y.shape[1] <= fit and y.shape[0] > 0 and not plain():
+        loss, logp = _rule(
+            w, x, b, y.long(), *tensors, loss=_spell(name, tuple(options.items())),
+            compute=compute, **{**head._asdict(), "chunk": head.chunk or 0},
+        )  # fmt: skip
+        return loss, logp.detach()
+    logp = fused_linear_logp(w, x, y, b=b, **head._asdict())
+    return f(logp, y, *tensors, **options), logp.detach()
+
+
+@algebra("pairs", together=2)
+@algebra("sequences", together=1)
+def _nothing(logp: Tensor, y: Tensor, *tensors: None) -> Tensor:
+    return logp.new_zeros(())
+
+
+def pair_logp(w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head) -> Tensor:
+    """log p(y) in the chunks of a loss on pairs: a policy that is its reference has its bits."""
+    return logp_loss("pairs", w, x, y, b, head)[1]
+
+
+def whole_logp(w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head) -> Tensor:
+    """log p(y) in the chunks of a loss on single sequences."""
+    return logp_loss("sequences", w, x, y, b, head)[1]
+
+
+def _spell(name: str, options: tuple[tuple[str, Any], ...]) -> str:
+    """A loss as an option of a registered op, which takes no functions."""
+    return json.dumps([name, dict(options)])
+
+
+_spell._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as backend_for in _launch
+
+
+@functools.cache
+def _read(loss: str) -> tuple[Algebra, int]:
+    name, options = json.loads(loss)
+    f, together = _ALGEBRA[name]
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    return functools.partial(f, **given), together
+
+
+# -- rule ------------------------------------------------------------------------------------------
+
+
+def _fwd(
+    rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, t0: Tensor | None,
+    t1: Tensor | None, t2: Tensor | None, t3: Tensor | None, *,
+    loss: str, ignore_index: int, logit_scale: float, softcap: float | None, temperature: float,
+    chunk: int, compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    f, together = _read(loss)
+    n, t = y.shape
+    tensors = (t0, t1, t2, t3)
+
+    def both(
+        z: Tensor, y: Tensor, sequence: Tensor, gradient: bool, **row: Any
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        (logp,), _ = rows(z, y, None, False, **row)
+        if not gradient:
+            return (logp,), None
+        at = sequence[::t]
+        own = (e[at] if e is not None and e.dim() else e for e in tensors)
+        c = derivative(f, logp.view(-1, t), y.view(-1, t), *own)
+        return (logp,), rows(z, y, c.reshape(-1), True, **row)[1]
+
+    sequence = torch.arange(n, device=y.device).repeat_interleave(t)
+    (logp,), dw, dx, db = logp_loop(
+        both, w, x.reshape(n * t, -1), b, y.reshape(-1), (sequence,), wanted,
+        ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
+        temperature=temperature, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
+        chunks=functools.partial(_whole, n // together, together, t),
+    )  # fmt: skip
+    logp = logp.view(n, t)
+    dx = None if dx is None else dx.view(x.shape)
+    formed = (logp.new_empty(0) if g is None else g for g in (dw, dx, db))
+    return f(logp, y, *tensors), logp, *formed
+
+
+def _whole(groups: int, together: int, t: int, at_once: int) -> list[Chunk]:
+    """Chunks of as many groups of sequences as fit, about as many in each."""
+    most = max(1, at_once // (together * t))
+    each = -(-groups // -(-groups // most))
+    return [
+        tuple(
+            slice((k * groups + i) * t, (k * groups + min(i + each, groups)) * t)
+            for k in range(together)
+        )
+        for i in range(0, groups, each)
+    ]
+
+
+def _bwd(
+    rows: Rows, d_loss: Tensor | None, d_logp: Tensor | None, w: Tensor, x: Tensor,
+    b: Tensor | None, y: Tensor, t0: Tensor | None, t1: Tensor | None, t2: Tensor | None,
+    t3: Tensor | None, dw: Tensor, dx: Tensor, db: Tensor, *,
+    loss: str, wanted: tuple[bool, ...], **options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    scale = d_loss if d_logp is None else None
+
+    def late(missing: tuple[bool, ...]) -> Sequence[Tensor | None]:
+        flat, of = x.reshape(y.numel(), -1), y.reshape(-1)
+        (logp,), *_ = logp_loop(rows, w, flat, b, of, (None,), (False,) * 3, **options)
+        c = derivative(_read(loss)[0], logp.view(y.shape), y, t0, t1, t2, t3)
+        if d_logp is not None:
+            c = d_logp if d_loss is None else d_loss * c + d_logp
+        _, *found = logp_loop(rows, w, flat, b, of, (c.reshape(-1),), missing, **options)
+        return [g if i != 1 or g is None else g.view(x.shape) for i, g in enumerate(found)]
+
+    return tuple(settled(wanted, (w, x, b), (dw, dx, db), scale, late))
+
+
+def _fake(
+    w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *tensors: Any, chunk: int,
+    compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...], **_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dtype = wide(compute)
+    formed = formed_fake(w, x, b, chunk, compute, accum_dtype, wanted)
+    return x.new_empty((), dtype=dtype), y.new_empty(y.shape, dtype=dtype), *formed
+
+
+def _flops(w: Any, x: Any, *_: Any, wanted: Any = (), **__: Any) -> int:
+    return 2 * x[0] * x[1] * w[0] * w[1] * (1 + sum(wanted[:2]))
+
+
+def _late_flops(d_loss: Any, d_logp: Any, w: Any, x: Any, *_: Any, wanted: Any, **__: Any) -> int:
+    return 0 if d_logp is None else _flops(w, x, wanted=wanted)
+
+
+_rule = custom_vjp(
+    "logp_loss",
+    fwd={backend: functools.partial(_fwd, rows) for backend, rows in logp_passes(False).items()},
+    bwd={backend: functools.partial(_bwd, rows) for backend, rows in logp_passes(False).items()},
+    differentiable=("w", "x", "b"),
+    outputs=2,
+    opaque=True,
+    fake=_fake,
+    flops=(_flops, _late_flops),
+)
