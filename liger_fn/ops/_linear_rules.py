@@ -5,6 +5,7 @@ of the rows as coefficients: 3 products. Its pullback scales them. Losses per ro
 coefficients before backward, and form all of it there from new logits: 4 products.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -190,7 +191,7 @@ def formed_fake(
     accum_dtype: torch.dtype, wanted: Sequence[bool], heads: int = 1,
 ) -> list[Tensor]:  # fmt: skip
     """Shapes of dw, dx and db as forward forms them; those that nobody wants are empty."""
-    _, sums = plan(x.shape[:-1].numel(), w, heads, chunk, compute, accum_dtype, wanted[0])
+    _, sums = plan(math.prod(x.shape[:-1]), w, heads, chunk, compute, accum_dtype, wanted[0])
     dtype, half = wide(compute), x.device.type != "cpu" and x.dtype.itemsize < 4
     kinds = (sums, compute if half else dtype, dtype)
     return [
