@@ -11,7 +11,7 @@ from torch import Tensor
 
 import liger_fn
 from benchmarks import __main__ as harness
-from benchmarks import distributed, store
+from benchmarks import distributed, model, store
 from benchmarks.cases import OPS, cases
 from benchmarks.measure import Inputs, rates
 from benchmarks.peers import Peer
@@ -216,3 +216,13 @@ def test_sharded_heads_are_measured_on_ranks(tmp_path):
     assert out.read_text() == text
     for how in ("gathered", "sharded"):
         assert re.search(rf"\| 2 \| head, {how} \| m 64 d 16 v 32 \| [\d.]+ \| \d+ \|", text)
+
+
+def test_a_whole_model_is_trained_in_each_variant(capsys):
+    pytest.importorskip("transformers")
+    model.main(["--shape", "tiny", "--steps", "1", "--variant", "plain", "liger_fn"])
+    rows = [r.split("|")[1:-1] for r in capsys.readouterr().out.splitlines() if r.startswith("|")]
+    names, losses = [r[0].strip() for r in rows[2:]], [r[-1].split(",") for r in rows[2:]]
+    assert names == ["plain", "liger_fn"]
+    plain, ours = (torch.tensor([float(x) for x in each]) for each in losses)
+    torch.testing.assert_close(ours, plain, rtol=2e-3, atol=0)  # bfloat16, another order of sums
