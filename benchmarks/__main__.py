@@ -2,6 +2,7 @@
 
 `python -m benchmarks report` then writes the page and the plots, for which no GPU is needed.
 `python -m benchmarks model` trains whole models.
+`python -m benchmarks distributed` measures what sharding costs and saves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import model, store
+from benchmarks import distributed, model, store
 from benchmarks.cases import OPS, Case, cases, label
 from benchmarks.peers import Peer
 from benchmarks.report import report
@@ -99,5 +100,7 @@ if __name__ == "__main__":
         report(sys.argv[2:])
     elif sys.argv[1:2] == ["model"]:
         model.main(sys.argv[2:])
+    elif sys.argv[1:2] == ["distributed"]:
+        distributed.main(sys.argv[2:])
     else:
         main()

@@ -50,11 +50,24 @@ def _check_axes(
     wanted = axes[free:]
     if t.dim() < len(wanted) or (not free and t.dim() > len(wanted)):
         shape = ", ".join(axes)
-        raise ValueError(f"{op}: {name} must have shape ({shape}), got {tuple(t.shape)}")
+        raise ValueError(
+            f"{op}: {name} must have shape ({shape}), got {tuple(t.shape)}{_partitioned(t)}"
+        )
     for axis, size in zip(wanted, t.shape[t.dim() - len(wanted) :], strict=True):
         first, known = sizes.setdefault(axis, (name, size))
         if size != known:
-            raise ValueError(f"{op}: axis {axis} is {size} in {name} but {known} in {first}")
+            text = f"{op}: axis {axis} is {size} in {name} but {known} in {first}"
+            raise ValueError(text + _partitioned(t))
+
+
+def _partitioned(t: Tensor) -> str:
+    """The cure, where a tensor does not fit because DeepSpeed has left nothing of it."""
+    if t.shape != (0,):
+        return ""
+    return (
+        " (0 elements: is it a parameter partitioned by ZeRO-3? It is whole inside the call of the "
+        "module that owns it, as in nn.LMHead, and under deepspeed.zero.GatheredParameters)"
+    )
 
 
 def check_same_shape(op: str, **named: Tensor | None) -> None:

@@ -1,6 +1,7 @@
 """The benchmark harness on small shapes of a CPU: not what it measures, only that it is right."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import liger_fn
 from benchmarks import __main__ as harness
-from benchmarks import model, store
+from benchmarks import distributed, model, store
 from benchmarks.cases import OPS, cases
 from benchmarks.measure import Inputs, rates
 from benchmarks.peers import Peer
@@ -206,6 +207,15 @@ def test_rates() -> None:
     found = rates(torch.device("cpu"), torch.float32, 0.0)
     assert found["copy"] > 0
     assert found["matmul"] == max(found["products"].values()) > 0
+
+
+@pytest.mark.slow  # four fresh processes
+def test_sharded_heads_are_measured_on_ranks(tmp_path):
+    out = tmp_path / "table.md"
+    text = distributed.main(["--quick", "--ranks", "2", "--out", str(out)])
+    assert out.read_text() == text
+    for how in ("gathered", "sharded"):
+        assert re.search(rf"\| 2 \| head, {how} \| m 64 d 16 v 32 \| [\d.]+ \| \d+ \|", text)
 
 
 def test_a_whole_model_is_trained_in_each_variant(capsys):

@@ -22,6 +22,9 @@ import torch
 
 import liger_fn
 from liger_fn import _launch
+from liger_fn._math import wide
+from liger_fn.ops import _ce
+from liger_fn.ops._vocab_rows import gradient_triton, statistics_triton
 from tests.table import ROWS, Row
 
 ROOT = Path(liger_fn.__file__).parent
@@ -92,6 +95,7 @@ def launches() -> list[dict[str, Any]]:
                 if not longest:
                     patch.setattr(_launch, "_MAX_BLOCK", row.block or 1 << 20)
                 run(row, dtype)
+            run_shards(dtype)
     return list(seen.values())
 
 
@@ -101,6 +105,16 @@ def run(row: Row, dtype: torch.dtype) -> None:
     given |= {n: given[n].requires_grad_() for n in row.differentiable}
     out = row.fn(*given.values())
     sum(t.sum() for t in torch.utils._pytree.tree_leaves(out)).backward()
+
+
+def run_shards(dtype: torch.dtype) -> None:
+    """What only ranks of a group launch: the row passes over a shard of the vocabulary."""
+    z, at = torch.randn(3, 6).to(dtype), torch.tensor([0, -1, -2])
+    factors = torch.zeros(3, 7, dtype=wide(dtype))
+    for row in (_ce.Row(-100, 0.0, 1.0, None), _ce.Row(-100, 0.0, 0.5, 3.0)):
+        for c, stats in ((None, True), (z[0], False)):
+            statistics_triton(z, at, c, 6, row, 0.7, stats)
+            gradient_triton(z, at, c, factors, row, 0.7)
 
 
 COMPILE = """

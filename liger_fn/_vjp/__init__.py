@@ -10,6 +10,7 @@ plain torch (the reference) and as kernel launches; this file serves every trans
                                        rule is dropped by torch.compile and gives 0 when nested
     vmap                               leading axes where rows are free, a group axis in the kernel
                                        where sums over rows stay per sample, else a loop
+    DTensor                            sharding rules from one line of the table, in `sharding`
     torch.compile, fake tensors,       kernels are registered `liger_fn::*` ops; eager calls skip
     checkpoint policies, counters      the dispatcher, which would cost 3-60 us a call
 
@@ -29,7 +30,9 @@ from liger_fn._vjp.functions import make_functions
 from liger_fn._vjp.levels import derivative as derivative
 from liger_fn._vjp.levels import plain as plain
 from liger_fn._vjp.levels import tracked as tracked
+from liger_fn._vjp.levels import watched as watched
 from liger_fn._vjp.op import Op
+from liger_fn._vjp.sharding import ready
 
 
 def custom_vjp(
@@ -45,6 +48,7 @@ def custom_vjp(
     fake: Rule | None = None,
     layout: Callable[[Tensor], Tensor] | None = None,
     flops: tuple[Callable[..., int], Callable[..., int]] | None = None,
+    axes: str | None = None,
 ) -> Callable[..., Any]:
     """Make a differentiable function from rules.
 
@@ -81,6 +85,8 @@ def custom_vjp(
             tensors, made contiguous.
         layout: an empty cotangent for an argument, as bwd lays it out; default: contiguous.
         flops: operations of fwd and of bwd from the shapes of their arguments, for FLOP counters.
+        axes: which axes of a DTensor may be sharded, as "... [n], [n] -> ... [n], ..." of a norm:
+            arguments, then outputs and residuals; those in brackets must be whole. None: refused.
 
     Returns:
         A function of the tensors (positional) and options (by keyword) that returns the outputs.
@@ -88,11 +94,14 @@ def custom_vjp(
     Example:
         See `liger_fn/ops/rms_norm.py`, and "A new op in one file" in CONTRIBUTING.md.
     """
-    op = Op(name, fwd, bwd, differentiable, rows, outputs, grouped, opaque, fake, layout, flops)
+    op = Op(
+        name, fwd, bwd, differentiable, rows, outputs, grouped, opaque, fake, layout, flops, axes
+    )
     forward = make_functions(op)
 
     def call(*tensors: Maybe, **options: Any) -> Any:
         out: Any
+        ready()
         if plain():
             unwanted = {"wanted": (False,) * len(differentiable)} if op.tells_fwd else {}
             out = op.fwd["reference"](*tensors, **unwanted, **options)

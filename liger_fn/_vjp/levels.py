@@ -30,6 +30,15 @@ def tracked() -> bool:
     return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or plain()
 
 
+def watched(t: Tensor) -> bool:
+    """Whether a derivative is taken through t as the code runs, beside the rules of an op."""
+    return (
+        (t.requires_grad and torch.is_grad_enabled())
+        or torch._C._are_functorch_transforms_active()
+        or plain()
+    )
+
+
 def derivative(f: Callable[..., Tensor], x: Tensor, *args: Tensor | None) -> Tensor:
     """df / dx of a scalar f(x, *args) in plain torch, wherever a rule runs.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_fn._launch import Backend, Maybe, Rule
 from liger_fn._vjp.batching import loop, one_launch, vmap_rule
+from liger_fn._vjp.sharding import register
 
 _LIB = torch.library.Library("liger_fn", "DEF")
 _KEYS = ("CPU", "CUDA", "XPU", "MPS")
@@ -49,6 +50,7 @@ class Op:
     fake: Rule | None
     layout: Callable[[Tensor], Tensor] | None
     flops: tuple[Callable[..., int], Callable[..., int]] | None
+    axes: str | None
 
     def __post_init__(self) -> None:
         parameters = list(inspect.signature(self.fwd["reference"]).parameters.values())
@@ -81,6 +83,7 @@ class Op:
         self.bwd_op = self._register("bwd", self._bwd_impl, self._bwd_fake, options, self.outputs)
         for visible, formula in zip((self.fwd_op, self.bwd_op), self.flops or (), strict=False):
             torch.utils.flop_counter.register_flop_formula(visible.overloadpacket)(formula)
+        register(self, self.axes, _LIB)
 
     # -- registered ops: Tensor lists out, so that a cotangent that nobody wants has no tensor
 

@@ -4,6 +4,8 @@ Constructors, attributes and state dicts are those of the torch or Hugging Face 
 stands for, so that checkpoints load either way. Import it by name: `import liger_fn.nn`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from liger_fn.nn.gates import GEGLUMLP as GEGLUMLP
 from liger_fn.nn.gates import SwiGLUMLP as SwiGLUMLP
 from liger_fn.nn.losses import CrossEntropyLoss as CrossEntropyLoss
@@ -21,6 +23,19 @@ from liger_fn.nn.preference import KTOLoss as KTOLoss
 from liger_fn.nn.preference import ORPOLoss as ORPOLoss
 from liger_fn.nn.preference import SimPOLoss as SimPOLoss
 from liger_fn.nn.rotary import RotaryEmbedding as RotaryEmbedding
+
+if TYPE_CHECKING:
+    from liger_fn.nn.parallel import VocabParallelHead as VocabParallelHead
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs DTensor when it is asked for: that takes a second."""
+    if name == "VocabParallelHead":
+        from liger_fn.nn.parallel import VocabParallelHead
+
+        return VocabParallelHead
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "GEGLUMLP",
@@ -40,4 +55,5 @@ __all__ = [
     "RotaryEmbedding",
     "SimPOLoss",
     "SwiGLUMLP",
+    "VocabParallelHead",
 ]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_fn.ops._collectives import Vocab
 from liger_fn.ops.cross_entropy import cross_entropy
 from liger_fn.ops.fused_linear_ce import fused_linear_ce
 
@@ -96,10 +97,11 @@ class FusedLinearCrossEntropyLoss(CrossEntropyLoss):
     def forward(  # type: ignore[override]  # the weight comes first, as in the function
         self, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None = None, *,
         token_weight: Tensor | None = None, n_valid: float | Tensor | None = None,
+        group: Vocab | None = None,
     ) -> Tensor:  # fmt: skip
         """Loss of targets y (...) under w (v, d) and b (v,) on x (..., d)."""
         options = {**self.options(), "token_weight": token_weight, "n_valid": n_valid}
-        return fused_linear_ce(w, x, y, b=b, **options)
+        return fused_linear_ce(w, x, y, b=b, group=group, **options)
 
 
 class LMHead(nn.Linear):
@@ -127,14 +129,27 @@ class LMHead(nn.Linear):
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         self.loss = FusedLinearCrossEntropyLoss() if loss is None else loss
+        self.vocab_mesh: Any = None  # over which VocabParallelHead has sharded the parameters
 
     def forward(  # type: ignore[override]  # x has company where there is a loss
         self, x: Tensor, *targets: Tensor | None, **more: Any
     ) -> Any:
         """Logits (..., v) of x (..., d) alone, or the loss of x beside what else the loss takes."""
+        mesh = self.vocab_mesh
+        w: Tensor = self.weight
+        b: Tensor | None = self.bias
         if any(t is not None for t in (*targets, *more.values())):
-            return self.loss(self.weight, x, *targets, b=self.bias, **more)
-        z = F.linear(x, self.weight, self.bias)
+            if mesh is not None:
+                from liger_fn.nn.parallel import shard_of_head
+
+                w, b, more["group"] = shard_of_head(self, mesh)
+            return self.loss(w, x, *targets, b=b, **more)
+        if mesh is None:
+            z = F.linear(x, w, b)
+        else:
+            from liger_fn.nn.parallel import gathered_logits
+
+            z = gathered_logits(self, x, mesh)
         scale, cap = (getattr(self.loss, name, None) for name in ("logit_scale", "softcap"))
         z = z if scale in (None, 1.0) else z * scale
         return z if cap is None else cap * torch.tanh(z / cap)

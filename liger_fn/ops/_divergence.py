@@ -208,6 +208,7 @@ _rows = custom_vjp(
     bwd={"reference": _bwd_ref, "triton": _bwd_triton},
     differentiable=("student", "teacher"),
     rows=("student", "teacher", "y"),
+    axes="... [v], ... [v], ... -> ..., ... [s]",
 )
 
 

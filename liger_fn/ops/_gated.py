@@ -206,6 +206,7 @@ def gated(name: str) -> Callable[..., Any]:
         bwd={"reference": _bwd_ref, "triton": _bwd_triton},
         differentiable=("gate", "up"),
         rows=("gate", "up"),
+        axes="..., ... -> ...",
     )
 
 
@@ -217,6 +218,7 @@ def packed(name: str) -> Callable[..., Any]:
         bwd={"reference": _packed_bwd_ref, "triton": _packed_bwd_triton},
         differentiable=("gate_up",),
         rows=("gate_up",),
+        axes="... [two_n] -> ... [n]",
     )
 
 

@@ -17,6 +17,7 @@ from liger_fn._math import wide
 from liger_fn._vjp import custom_vjp, tracked
 from liger_fn.ops._ce import Row
 from liger_fn.ops._chunked import Rows, head_loop, plan
+from liger_fn.ops._vocab_parallel import on_shard
 
 
 def _loop(
@@ -212,8 +213,10 @@ def _sum_fake(
 
 def head_rule(
     name: str, passes: dict[Any, Rows], fwd: Callable[..., Any], bwd: Callable[..., Any], *,
-    outputs: int, fake: Any, flops: Any, more: tuple[str, ...] = (),
+    outputs: int, fake: Any, flops: Any, more: tuple[str, ...] = (), shard: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
+    if shard:
+        fwd, bwd = on_shard(fwd), on_shard(bwd)
     return custom_vjp(
         name,
         fwd={backend: partial(fwd, rows) for backend, rows in passes.items()},
@@ -226,25 +229,25 @@ def head_rule(
     )
 
 
-def sum_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
+def sum_rule(name: str, passes: dict[Any, Rows], shard: bool = False) -> Callable[..., Any]:
     """(w, x, b, y, class_weight, u) to the sum of u * (nll + z_loss * zsq)."""
     return head_rule(
         name, passes, _sum_fwd, _loss_bwd, outputs=1, fake=_sum_fake,
-        flops=(_fwd_flops, _loss_flops), more=("u",),
+        flops=(_fwd_flops, _loss_flops), more=("u",), shard=shard,
     )  # fmt: skip
 
 
-def stats_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
+def stats_rule(name: str, passes: dict[Any, Rows], shard: bool = False) -> Callable[..., Any]:
     """The same, the sums of its two terms, and which rows have y as their argmax."""
     return head_rule(
         name, passes, _sum_fwd, _sum_bwd, outputs=4, fake=_sum_fake,
-        flops=(_fwd_flops, _late_flops), more=("u",),
+        flops=(_fwd_flops, _late_flops), more=("u",), shard=shard,
     )  # fmt: skip
 
 
 def rows_rule(
     name: str, passes: dict[Any, Rows], fwd: Callable[..., Any], bwd: Callable[..., Any], *,
-    floats: int, flag: bool,
+    floats: int, flag: bool, shard: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
     """(w, x, b, y, ...) to results of each row: so many numbers, then perhaps a bool."""
     outputs = floats + flag
@@ -262,9 +265,9 @@ def rows_rule(
         return _products(a[outputs], a[outputs + 1], 1 + sum(wanted[:2]))
 
     flops = (fwd_flops, bwd_flops)
-    return head_rule(name, passes, fwd, bwd, outputs=outputs, fake=fake, flops=flops)
+    return head_rule(name, passes, fwd, bwd, outputs=outputs, fake=fake, flops=flops, shard=shard)
 
 
-def ce_rows_rule(name: str, passes: dict[Any, Rows]) -> Callable[..., Any]:
+def ce_rows_rule(name: str, passes: dict[Any, Rows], shard: bool = False) -> Callable[..., Any]:
     """(w, x, b, y, class_weight) to nll, zsq and whether y is the argmax, of each row."""
-    return rows_rule(name, passes, _rows_fwd, _rows_bwd, floats=2, flag=True)
+    return rows_rule(name, passes, _rows_fwd, _rows_bwd, floats=2, flag=True, shard=shard)

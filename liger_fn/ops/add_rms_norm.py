@@ -97,6 +97,7 @@ _add_rms_norm = custom_vjp(
     rows=("x", "residual"),
     outputs=("y", "s"),
     grouped=True,
+    axes="... [n], [n], ... [n] -> ... [n], ... [n], ...",
 )
 
 

@@ -32,6 +32,8 @@ from liger_fn.ops._ce import (
     row_losses,
     row_pullback,
 )
+from liger_fn.ops._collectives import Vocab, check_class_weight, shard_of
+from liger_fn.ops._vocab_parallel import ce_on_shard
 
 # -- reference: in _ce, since fused_linear_ce is the same rows -------------------------------------
 
@@ -143,6 +145,7 @@ _rows = custom_vjp(
     differentiable=("logits",),
     rows=("logits", "y"),
     outputs=3,
+    axes="... [v], ..., [v] -> ..., ..., ..., ..., ...",
 )
 
 
@@ -151,7 +154,7 @@ def cross_entropy(
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, logit_scale: float = 1.0, class_weight: Tensor | None = None,
     token_weight: Tensor | None = None, reduction: str = "mean",
-    n_valid: float | Tensor | None = None,
+    n_valid: float | Tensor | None = None, group: Vocab | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross entropy of targets `y` under softmax of `logits`; logits are never written to.
 
@@ -170,6 +173,10 @@ def cross_entropy(
         n_valid: what the mean divides by instead of the batch's own count (with class_weight, its
             sum of target weights): the global number of targets under gradient accumulation or data
             parallelism.
+        group: (process group or one-dimensional mesh, v of the whole vocabulary): logits are this
+            rank's shard of columns, cut as `torch.chunk` cuts, or, with the width of each rank's
+            shard in place of v, as you please. y and the weights are the same on all ranks, and so
+            are the results. One all-gather of 6 numbers a row. First derivatives only.
 
     Returns:
         float32 scalar (float64 for float64 logits), or a loss per row (...) with "none". No rows,
@@ -190,7 +197,16 @@ def cross_entropy(
     """
     row = Row(ignore_index, label_smoothing, logit_scale, softcap)
     return _call(
-        "cross_entropy", logits, y, row, z_loss, class_weight, token_weight, reduction, n_valid
+        "cross_entropy",
+        logits,
+        y,
+        row,
+        z_loss,
+        class_weight,
+        token_weight,
+        reduction,
+        n_valid,
+        group,
     ).loss
 
 
@@ -199,7 +215,7 @@ def cross_entropy_with_stats(
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, logit_scale: float = 1.0, class_weight: Tensor | None = None,
     token_weight: Tensor | None = None, reduction: str = "mean",
-    n_valid: float | Tensor | None = None,
+    n_valid: float | Tensor | None = None, group: Vocab | None = None,
 ) -> CEStats:  # fmt: skip
     """Return what `cross_entropy` does, its two terms, and the counts that go with them.
 
@@ -215,6 +231,7 @@ def cross_entropy_with_stats(
         token_weight: as there.
         reduction: as there.
         n_valid: as there.
+        group: as there.
 
     Returns:
         CEStats(loss, nll, z_loss, n_valid, n_correct): loss = nll + z_loss, all three reduced alike
@@ -230,18 +247,26 @@ def cross_entropy_with_stats(
         tensor(2)
     """
     row, op = Row(ignore_index, label_smoothing, logit_scale, softcap), "cross_entropy_with_stats"
-    return _call(op, logits, y, row, z_loss, class_weight, token_weight, reduction, n_valid)
+    return _call(op, logits, y, row, z_loss, class_weight, token_weight, reduction, n_valid, group)
 
 
 def _call(
     op: str, logits: Tensor, y: Tensor, row: Row, z_loss: float, class_weight: Tensor | None,
-    u: Tensor | None, reduction: str, n_valid: float | Tensor | None,
+    u: Tensor | None, reduction: str, n_valid: float | Tensor | None, group: Vocab | None,
 ) -> CEStats:  # fmt: skip
+    columns = "v" if group is None else "u"  # each rank has the weights of all columns
     check_tensors(
-        op, logits=(logits, "... v"), y=(y, "int ..."), class_weight=(class_weight, "? v")
+        op, logits=(logits, "... v"), y=(y, "int ..."), class_weight=(class_weight, f"? {columns}")
     )
     check_rows(op, y, logits=logits)
-    check_options(op, y, logits.shape[-1], row, reduction, z_loss, u, n_valid)
+    shard = None if group is None else shard_of(op, group, logits.shape[-1], "logits")[0]
+    if shard is not None:
+        check_class_weight(op, class_weight, shard)
+    v = logits.shape[-1] if shard is None else shard.vocab
+    check_options(op, y, v, row, reduction, z_loss, u, n_valid)
     y, weight = y.long(), None if class_weight is None else class_weight.detach()
-    nll, zsq, correct = _rows(logits, y, weight, **row._asdict())
+    if shard is None:
+        nll, zsq, correct = _rows(logits, y, weight, **row._asdict())
+    else:
+        nll, zsq, correct = ce_on_shard(logits, y, weight, **row._asdict(), **shard._asdict())
     return reduced(nll, z_loss * zsq, correct, y, weight, row, reduction, n_valid, u)

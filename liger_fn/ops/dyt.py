@@ -164,6 +164,7 @@ _dyt = custom_vjp(
     differentiable=("x", "alpha", "w", "b"),
     rows=("x",),
     grouped=True,
+    axes="... n, (), n, n -> ... n",
 )
 
 

@@ -34,8 +34,10 @@ from liger_fn.ops._ce import (
     row_losses,
     row_pullback,
 )
-from liger_fn.ops._chunked import check_head, product_dtype
+from liger_fn.ops._chunked import check_head, chunk_size, product_dtype
+from liger_fn.ops._collectives import Vocab, check_class_weight, shard_of
 from liger_fn.ops._linear_rules import ce_rows_rule, stats_rule, sum_rule
+from liger_fn.ops._vocab_parallel import ce_rows, passes
 
 # -- reference: the row pass in plain torch; the rest is the loop of _chunked ----------------------
 
@@ -107,9 +109,17 @@ def _rows_triton(
 # -- rule ------------------------------------------------------------------------------------------
 
 _PASSES = {"reference": _rows_ref, "triton": _rows_triton}
-_loss = sum_rule("fused_linear_ce", _PASSES)
-_stats = stats_rule("fused_linear_ce_stats", _PASSES)
-_per_row = ce_rows_rule("fused_linear_ce_rows", _PASSES)
+_SHARD = passes(ce_rows)
+# of all columns, and of a shard of them
+_loss = sum_rule("fused_linear_ce", _PASSES), sum_rule("fused_linear_ce_shard", _SHARD, True)
+_stats = (
+    stats_rule("fused_linear_ce_stats", _PASSES),
+    stats_rule("fused_linear_ce_stats_shard", _SHARD, True),
+)
+_per_row = (
+    ce_rows_rule("fused_linear_ce_rows", _PASSES),
+    ce_rows_rule("fused_linear_ce_rows_shard", _SHARD, True),
+)
 
 
 def fused_linear_ce(
@@ -118,7 +128,7 @@ def fused_linear_ce(
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, logit_scale: float = 1.0, class_weight: Tensor | None = None,
     token_weight: Tensor | None = None, reduction: str = "mean",
-    n_valid: float | Tensor | None = None,
+    n_valid: float | Tensor | None = None, group: Vocab | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross entropy of targets `y` under softmax of x w^T + b, without the logits in memory.
 
@@ -143,6 +153,10 @@ def fused_linear_ce(
         n_valid: what the mean divides by instead of the batch's own count (with class_weight, its
             sum of target weights): the global number of targets under gradient accumulation or data
             parallelism.
+        group: (process group or one-dimensional mesh, v of the whole vocabulary): w and b are this
+            rank's shard of rows, cut as `torch.chunk` cuts, or, with the width of each rank's shard
+            in place of v, as you please. x, y and the weights are the same on all ranks, and so are
+            the results; w and b get the gradient of the shard. First derivatives only.
 
     Returns:
         float32 scalar (float64 for float64), or a loss per row (...) with "none". No rows, or all
@@ -165,6 +179,7 @@ def fused_linear_ce(
     return _call(
         "fused_linear_ce", _loss, w, x, y, b, chunk, accum_dtype, z_loss, class_weight,
         token_weight, reduction, n_valid, Row(ignore_index, label_smoothing, logit_scale, softcap),
+        group,
     ).loss  # fmt: skip
 
 
@@ -174,7 +189,7 @@ def fused_linear_ce_with_stats(
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, logit_scale: float = 1.0, class_weight: Tensor | None = None,
     token_weight: Tensor | None = None, reduction: str = "mean",
-    n_valid: float | Tensor | None = None,
+    n_valid: float | Tensor | None = None, group: Vocab | None = None,
 ) -> CEStats:  # fmt: skip
     """Return what `fused_linear_ce` does, its two terms, and the counts that go with them.
 
@@ -198,25 +213,35 @@ def fused_linear_ce_with_stats(
     return _call(
         "fused_linear_ce_with_stats", _stats, w, x, y, b, chunk, accum_dtype, z_loss, class_weight,
         token_weight, reduction, n_valid, Row(ignore_index, label_smoothing, logit_scale, softcap),
+        group,
     )  # fmt: skip
 
 
 def _call(
-    op: str, rule: Any, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, chunk: int | None,
+    op: str, rules: Any, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, chunk: int | None,
     accum_dtype: torch.dtype, z_loss: float, class_weight: Tensor | None, u: Tensor | None,
-    reduction: str, n_valid: float | Tensor | None, row: Row,
+    reduction: str, n_valid: float | Tensor | None, row: Row, group: Vocab | None,
 ) -> CEStats:  # fmt: skip
     check_head(op, w, x, y, b, chunk, accum_dtype)
-    check_tensors(op, w=(w, "v d"), class_weight=(class_weight, "? v"))
-    check_options(op, y, w.shape[0], row, reduction, z_loss, u, n_valid)
+    columns, widest, shard = w.shape[0], 0, {}
+    if group is None:
+        check_tensors(op, w=(w, "v d"), class_weight=(class_weight, "? v"))
+    else:
+        place, widest = shard_of(op, group, columns, "w")
+        check_class_weight(op, class_weight, place)
+        columns, shard = place.vocab, place._asdict()
+    check_options(op, y, columns, row, reduction, z_loss, u, n_valid)
     y, compute = y.long(), product_dtype(w, x, b)
+    if group is not None:
+        chunk = chunk or chunk_size(widest, compute, x.device)  # alike on all ranks
     options: dict[str, Any] = {**row._asdict(), "compute": compute, "accum_dtype": accum_dtype}
-    options["chunk"] = chunk or 0
+    options |= {"chunk": chunk or 0, **shard}
     weight = None if class_weight is None else class_weight.detach()
     a = (w, x.reshape(-1, x.shape[-1]), b, y.reshape(-1), weight)
     if reduction == "none":
-        nll, zsq, correct = (t.view(y.shape) for t in _per_row(*a, **options))
+        nll, zsq, correct = (t.view(y.shape) for t in _per_row[group is not None](*a, **options))
         return reduced(nll, z_loss * zsq, correct, y, weight, row, reduction, n_valid, u)
+    rule = rules[group is not None]
     u = u if u is None else u.reshape(-1).to(wide(compute))
     n = normaliser(y, weight, row.ignore_index, reduction, n_valid, wide(compute))
     loss, *rest = (

@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from liger_fn._check import check_positive
-from liger_fn.ops._chunked import Rows, check_head, product_dtype
+from liger_fn.ops._chunked import Rows, check_head, chunk_size, product_dtype
+from liger_fn.ops._collectives import Vocab, shard_of
 from liger_fn.ops._linear_rules import primal_dtypes, rows_rule
 from liger_fn.ops._logp import logp_loop, logp_passes
+from liger_fn.ops._vocab_parallel import logp_rows, passes
 
 
 class LogpStats(NamedTuple):
@@ -71,17 +73,25 @@ def _stats_bwd(
     return primal_dtypes(grads, w, x, b)
 
 
-_logp = rows_rule("fused_linear_logp", logp_passes(False), _fwd, _logp_bwd, floats=1, flag=False)
-_stats = rows_rule(
-    "fused_linear_logp_stats", logp_passes(True), _fwd, _stats_bwd, floats=4, flag=True
-)
+def _rules(name: str, bwd: Any, *, stats: bool, floats: int) -> tuple[Any, Any]:
+    """Of all columns, and of a shard of them."""
+    kinds: dict[str, Any] = {"floats": floats, "flag": stats}
+    shard = passes(logp_rows, stats=stats)
+    return (
+        rows_rule(name, logp_passes(stats), _fwd, bwd, **kinds),
+        rows_rule(f"{name}_shard", shard, _fwd, bwd, **kinds, shard=True),
+    )
+
+
+_logp = _rules("fused_linear_logp", _logp_bwd, stats=False, floats=1)
+_stats = _rules("fused_linear_logp_stats", _stats_bwd, stats=True, floats=4)
 
 
 def fused_linear_logp(
     w: Tensor, x: Tensor, y: Tensor, *,
     b: Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
     logit_scale: float = 1.0, ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> Tensor:  # fmt: skip
     """Log-probability of each target `y` under softmax of x w^T + b, without the logits in memory.
 
@@ -98,6 +108,11 @@ def fused_linear_logp(
         ignore_index: rows with this target have log-probability and gradient 0, whatever x holds.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
         accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
+        group: (process group or one-dimensional mesh, v of the whole vocabulary): w and b are this
+            rank's shard of rows, cut as `torch.chunk` cuts, or, with the width of each rank's shard
+            in place of v, as you please. x and y are the same on all ranks, and so are the results;
+            w and b get the gradient of the shard. First derivatives only. Losses of post-training:
+            their `*_from_logp` on these results.
 
     Returns:
         float32 (float64 for float64) log-probabilities (...), at most 0. A target outside [0, v)
@@ -118,7 +133,7 @@ def fused_linear_logp(
     """
     return _call(
         "fused_linear_logp", _logp, w, x, y, b, temperature, softcap, logit_scale, ignore_index,
-        chunk, accum_dtype,
+        chunk, accum_dtype, group,
     )[0]  # fmt: skip
 
 
@@ -126,7 +141,7 @@ def fused_linear_logp_with_stats(
     w: Tensor, x: Tensor, y: Tensor, *,
     b: Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
     logit_scale: float = 1.0, ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> LogpStats:  # fmt: skip
     """Return what `fused_linear_logp` does and more of each token, from the same pass.
 
@@ -148,25 +163,30 @@ def fused_linear_logp_with_stats(
     """
     return LogpStats(*_call(
         "fused_linear_logp_with_stats", _stats, w, x, y, b, temperature, softcap, logit_scale,
-        ignore_index, chunk, accum_dtype,
+        ignore_index, chunk, accum_dtype, group,
     ))  # fmt: skip
 
 
 def _call(
-    op: str, rule: Any, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, temperature: float,
-    softcap: float | None, logit_scale: float, ignore_index: int, chunk: int | None,
-    accum_dtype: torch.dtype,
+    op: str, rules: tuple[Any, Any], w: Tensor, x: Tensor, y: Tensor, b: Tensor | None,
+    temperature: float, softcap: float | None, logit_scale: float, ignore_index: int,
+    chunk: int | None, accum_dtype: torch.dtype, group: Vocab | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     check_head(op, w, x, y, b, chunk, accum_dtype)
-    if w.shape[0] == 0:
+    widest, shard = w.shape[0], {}
+    if group is not None:
+        place, widest = shard_of(op, group, widest, "w")
+        shard = place._asdict()
+    if widest == 0:
         raise ValueError(f"{op}: axis v must not be empty")
     check_positive(op, "temperature", temperature)
     check_positive(op, "softcap", softcap)
     compute = product_dtype(w, x, b)
-    out = rule(
+    if group is not None:
+        chunk = chunk or chunk_size(widest, compute, x.device)  # alike on all ranks
+    out = rules[group is not None](
         w, x.reshape(-1, x.shape[-1]), b, y.long().reshape(-1), ignore_index=ignore_index,
         logit_scale=logit_scale, softcap=softcap, temperature=temperature,
-        chunk=chunk or 0, compute=compute,
-        accum_dtype=accum_dtype,
+        chunk=chunk or 0, compute=compute, accum_dtype=accum_dtype, **shard,
     )  # fmt: skip
     return tuple(t.view(y.shape) for t in ((out,) if isinstance(out, Tensor) else out))

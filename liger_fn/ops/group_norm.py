@@ -210,6 +210,7 @@ _group_norm = custom_vjp(
     differentiable=("x", "w", "b"),
     rows=("x",),
     grouped=True,
+    axes="... [c] [p], [c], [c] -> ... [c] [p], ... [g], ... [g]",
 )
 
 

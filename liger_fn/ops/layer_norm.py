@@ -194,6 +194,7 @@ _layer_norm = custom_vjp(
     differentiable=("x", "w", "b"),
     rows=("x",),
     grouped=True,
+    axes="... [n], [n], [n] -> ... [n], ..., ...",
 )
 
 

@@ -61,6 +61,7 @@ _rms_norm = custom_vjp(
     differentiable=("x", "w"),
     rows=("x",),
     grouped=True,
+    axes="... [n], [n] -> ... [n], ...",
 )
 
 

@@ -220,6 +220,7 @@ _rope = custom_vjp(
     outputs=2,
     fake=_fake,
     layout=_empty_like,
+    axes="... h t [k], ... h t [k], ... t [r], ... t [r] -> ... h t [k], ... h t [k]",
 )
 
 

@@ -107,6 +107,7 @@ _softmax = custom_vjp(
     differentiable=("x",),
     rows=("x",),
     outputs=("y",),
+    axes="... [n] -> ... [n]",
 )
 
 

@@ -143,6 +143,7 @@ _sparsemax = custom_vjp(
     bwd={"reference": _bwd_ref, "triton": _bwd_triton},
     differentiable=("x",),
     rows=("x",),
+    axes="... [n] -> ... [n], ..., ...",
 )
 
 

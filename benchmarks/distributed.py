@@ -1,0 +1,184 @@
+"""Measure what sharding costs and saves on this machine: `python -m benchmarks distributed`.
+
+    head, gathered   the weight is gathered, each rank has its share of the tokens, the gradient is
+                     reduce-scattered: what FSDP does
+    head, sharded    each rank has its share of the vocabulary and all tokens: `group=`
+    model            a step of the Llama of examples/train_fsdp2.py under FSDP2, with a larger
+                     vocabulary, on plain torch functions and on liger_fn
+
+Each line runs in processes of its own, gloo on a CPU, NCCL where there is a GPU for each. Time is
+the median of the slowest rank, peak what the worst rank held beyond what it had before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import liger_fn
+
+ROOT = Path(__file__).parents[1]
+HEADS = {
+    "cpu": [{"m": 1024, "d": 256, "v": 16384}, {"m": 4096, "d": 256, "v": 4096}],
+    "cuda": [{"m": 8192, "d": 4096, "v": 128256}, {"m": 32768, "d": 4096, "v": 128256}],
+}
+MODELS = {"cpu": {"v": 16384}, "cuda": {"v": 128256}}
+QUICK = [
+    ("head", "gathered", {"m": 64, "d": 16, "v": 32}),
+    ("head", "sharded", {"m": 64, "d": 16, "v": 32}),
+]
+Step = Callable[[], None]
+
+
+def reset_peak(device: torch.device) -> float:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2**20
+    Path("/proc/self/clear_refs").write_text("5")  # the maximum starts again from what is now
+    return _status("VmRSS")
+
+
+def peak(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else _status("VmHWM")
+
+
+def _status(name: str) -> float:
+    return int(re.findall(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) / 1024
+
+
+def head(kind: str, device: torch.device, m: int, d: int, v: int) -> Step:
+    n, rank, dtype = dist.get_world_size(), dist.get_rank(), torch.float32
+    dtype = torch.bfloat16 if device.type == "cuda" else dtype
+    shard = torch.randn(v // n, d, device=device, dtype=dtype) / d**0.5
+    x, y = torch.randn(m, d, device=device, dtype=dtype), torch.arange(m, device=device) % v
+    group = (dist.group.WORLD, v)
+
+    def sharded() -> None:
+        w, x_ = shard.requires_grad_(), x.requires_grad_()
+        torch.autograd.grad(liger_fn.fused_linear_ce(w, x_, y, group=group), (w, x_))
+
+    mine = x[rank * m // n : (rank + 1) * m // n]
+    targets = y[rank * m // n : (rank + 1) * m // n]
+
+    def gathered() -> None:
+        w = torch.empty(v // n * n, d, device=device, dtype=dtype)
+        dist.all_gather([*w.chunk(n)], shard)
+        w, x_ = w.requires_grad_(), mine.detach().requires_grad_()
+        dw, _ = torch.autograd.grad(liger_fn.fused_linear_ce(w, x_, targets, n_valid=m), (w, x_))
+        dist.reduce_scatter(torch.empty_like(shard), [*dw.chunk(n)])
+
+    return sharded if kind == "sharded" else gathered
+
+
+def model(kind: str, device: torch.device, v: int) -> Step:
+    sys.path.insert(0, str(ROOT / "examples"))
+    example, plain = (importlib.import_module(n) for n in ("train_fsdp2", "train_llama"))
+    config = plain.GPU if device.type == "cuda" else plain.CPU
+    example.VOCAB = plain.VOCAB = v
+    if kind == "plain":
+        example.liger_fn = SimpleNamespace(rope=plain.plain_rope, swiglu=plain.plain_swiglu)
+        example.RMSNorm, example.LMHead = plain_norm, PlainHead
+    world = dist.get_world_size()
+    mesh = example.init_device_mesh(device.type, (world, 1), mesh_dim_names=("data", "tensor"))
+    net = example.sharded(config, mesh, device)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-4, fused=True)
+    tokens = torch.randint(v, (config.batch // world, config.context + 1), device=device)
+
+    def step() -> None:
+        net(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def plain_norm(d: int) -> nn.Module:
+    return nn.RMSNorm(d, eps=1e-6)
+
+
+class PlainHead(nn.Linear):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]  # as LMHead
+        return nn.functional.cross_entropy(super().forward(x).flatten(0, -2), y.flatten())
+
+
+def cases(kind: str) -> list[tuple[str, str, dict[str, int]]]:
+    heads = [("head", how, sizes) for sizes in HEADS[kind] for how in ("gathered", "sharded")]
+    return [*heads, ("model", "plain", MODELS[kind]), ("model", "liger_fn", MODELS[kind])]
+
+
+def be(rank: int, world: int, kind: str, case: tuple[str, str, dict[str, int]], home: str) -> None:
+    """One rank of one case."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", init_method=f"file://{home}/meet", rank=rank,
+        world_size=world,
+    )  # fmt: skip
+    what, how, sizes = case
+    torch.manual_seed(rank)
+    step = (head if what == "head" else model)(how, device, **sizes)
+    before, times = reset_peak(device), []
+    for i in range(8):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        if i > 2:
+            times.append(time.perf_counter() - start)
+    mine = torch.tensor([statistics.median(times) * 1e3, peak(device) - before], device=device)
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        Path(home, "found").write_text(json.dumps(mine.tolist()))
+    dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str] | None = None) -> str:
+    """Measure all lines, print them as a table and return it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks distributed", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", help="default: 2 and 4, on GPUs that exist")
+    parser.add_argument("--out", type=Path, help="file of the table")
+    parser.add_argument("--quick", action="store_true", help="two tiny lines, to see that it runs")
+    given = parser.parse_args(arguments)
+    gpus = torch.cuda.device_count()
+    kind = "cuda" if gpus > 1 else "cpu"
+    worlds = given.ranks or [n for n in (2, 4, 8) if n <= (gpus if kind == "cuda" else 4)]
+    name = torch.cuda.get_device_name() if kind == "cuda" else f"CPU, {os.cpu_count()} cores"
+    lines = [
+        f"{name}, torch {torch.__version__}", "",
+        "| ranks | what | sizes | ms | peak MiB |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for world in worlds:
+        for case in QUICK if given.quick else cases(kind):
+            what, how, sizes = case
+            with tempfile.TemporaryDirectory() as home:
+                torch.multiprocessing.spawn(be, (world, kind, case, home), nprocs=world)
+                ms, mib = json.loads(Path(home, "found").read_text())
+            shape = " ".join(f"{k} {n}" for k, n in sizes.items())
+            lines.append(f"| {world} | {what}, {how} | {shape} | {ms:.1f} | {mib:.0f} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if given.out:
+        given.out.write_text(text)
+    return text
