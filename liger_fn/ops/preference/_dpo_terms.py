@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from liger_fn._check import check_choice, check_positive
-from liger_fn.ops._sequences import exp_capped, expm1_capped, log_sigmoid, preferred
-from liger_fn.ops.preference._pairs import Pairs, check_pair_options
+from liger_fn.ops._sequences import exp_capped, expm1_capped, log_sigmoid, masked, preferred
+from liger_fn.ops.preference._pairs import Pairs, check_counts, check_pair_options, check_pairs
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 
@@ -206,3 +206,31 @@ def check_reference_use(op: str, o: Options, given: str | None) -> None:
         raise ValueError(f"{op}: {given} cannot be used with 'sft', which has no reference")
     if not given and o.types != ("sft",):
         raise TypeError(f"{op}: ref_logp must be a tensor, got NoneType: it is for {o.loss_type!r}")
+
+
+def trust_of(logp: Tensor, log_sum_sq: Tensor, live: Tensor) -> Tensor:
+    """WPO: how likely the policy is to write both sequences of a pair, against its own samples."""
+    aligned = masked(logp.detach(), live) - masked(log_sum_sq.detach(), live)
+    chosen, rejected = (aligned.sum(-1) / live.sum(-1).clamp(min=1)).exp().tensor_split(2)
+    return chosen * rejected
+
+
+def check_logps(
+    op: str, logp: Tensor, y: Tensor | None, ref_logp: Tensor | None, log_sum_sq: Tensor | None,
+    o: Options, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None,
+) -> None:  # fmt: skip
+    """Hold the arguments of dpo_from_logp together."""
+    weighted = log_sum_sq is not None
+    check_options(op, o, weighted)
+    reasons = {
+        "'sft' is a mean over tokens": "sft" in o.types,
+        "nll_weight weighs a mean over tokens": o.nll_weight > 0,
+        "'ipo' and 'sigmoid_norm' divide by numbers of tokens": bool(BY_LENGTH & {*o.types}),
+        "average_logp divides by numbers of tokens": o.average_logp,
+        "ld_alpha weighs tokens": o.ld_alpha is not None,
+        "log_sum_sq is per token": weighted,
+    }
+    needs_y = next((reason for reason, holds in reasons.items() if holds), None)
+    check_pairs(op, logp, y, needs_y, ref_logp=ref_logp, log_sum_sq=log_sum_sq)
+    check_counts(op, logp, n_valid, nll_n_valid, o.has_nll, o.types != ("sft",))
+    check_reference_use(op, o, None if ref_logp is None else "ref_logp")

@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 from liger_fn.ops._logp_loss import algebra, pair_logp
-from liger_fn.ops._sequences import Head, Reference, head_logp, masked, reference_logp
+from liger_fn.ops._sequences import Head, Reference, head_logp, reference_logp
 from liger_fn.ops.fused_linear_logp import fused_linear_logp_with_stats
 from liger_fn.ops.preference._dpo_terms import (
-    BY_LENGTH,
     SORTED,
     Options,
+    check_logps,
     check_options,
     check_reference_use,
     live_terms,
     terms_of,
+    trust_of,
 )
 from liger_fn.ops.preference._pairs import (
     PairMetrics,
     check_counts,
     check_pair_head,
-    check_pairs,
     pair_loss,
     pair_mean,
     pair_metrics,
@@ -117,7 +117,7 @@ def dpo_from_logp(
         loss_type, loss_weights, beta, label_smoothing, f_divergence, f_alpha, discopop_tau,
         ld_alpha, average_logp, nll_weight,
     )  # fmt: skip
-    _check("dpo_from_logp", logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid)
+    check_logps("dpo_from_logp", logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid)
     return _loss(logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid, ignore_index)
 
 
@@ -131,7 +131,7 @@ def _loss(
     )  # fmt: skip
     terms, trust = terms_of(pairs, o), None
     if log_sum_sq is not None and y is not None:
-        trust = _trust(logp, log_sum_sq, y != ignore_index)
+        trust = trust_of(logp, log_sum_sq, y != ignore_index)
     parts = [o.nll_weight * pairs.nll] if o.nll_weight > 0 else []
     for name, share in zip(o.types, o.weights, strict=True):
         if name == "sft":
@@ -141,33 +141,6 @@ def _loss(
         each = each if trust is None else each * trust
         parts.append(share * pair_mean(each, live, n_valid))
     return sum(parts[1:], parts[0])
-
-
-def _trust(logp: Tensor, log_sum_sq: Tensor, live: Tensor) -> Tensor:
-    """WPO: how likely the policy is to write both sequences of a pair, against its own samples."""
-    aligned = masked(logp.detach(), live) - masked(log_sum_sq.detach(), live)
-    chosen, rejected = (aligned.sum(-1) / live.sum(-1).clamp(min=1)).exp().tensor_split(2)
-    return chosen * rejected
-
-
-def _check(
-    op: str, logp: Tensor, y: Tensor | None, ref_logp: Tensor | None, log_sum_sq: Tensor | None,
-    o: Options, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None,
-) -> None:  # fmt: skip
-    weighted = log_sum_sq is not None
-    check_options(op, o, weighted)
-    reasons = {
-        "'sft' is a mean over tokens": "sft" in o.types,
-        "nll_weight weighs a mean over tokens": o.nll_weight > 0,
-        "'ipo' and 'sigmoid_norm' divide by numbers of tokens": bool(BY_LENGTH & {*o.types}),
-        "average_logp divides by numbers of tokens": o.average_logp,
-        "ld_alpha weighs tokens": o.ld_alpha is not None,
-        "log_sum_sq is per token": weighted,
-    }
-    needs_y = next((reason for reason, holds in reasons.items() if holds), None)
-    check_pairs(op, logp, y, needs_y, ref_logp=ref_logp, log_sum_sq=log_sum_sq)
-    check_counts(op, logp, n_valid, nll_n_valid, o.has_nll, o.types != ("sft",))
-    check_reference_use(op, o, None if ref_logp is None else "ref_logp")
 
 
 def dpo_loss(
