@@ -8,7 +8,7 @@ WORKERS := $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
 PYTEST := OMP_NUM_THREADS=$(shell echo $$(( $(CORES) / $(WORKERS) ))) \
           $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help test demo lint slow slow-sample deep bench clean
+.PHONY: help test demo lint slow slow-sample deep old-transformers bench clean
 
 help:  ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r name does; \
@@ -37,11 +37,15 @@ slow-sample: .venv/.ready  ## run the slow tests of one op, SAMPLE=rms_norm-gemm
 deep: .venv/.ready  ## draw 1,000 examples for each law
 	@HYPOTHESIS_PROFILE=deep $(PYTEST) -m '' property_tests
 
+# without TRL, which wants a newer one
+old-transformers: .venv-4.57/.ready  ## run the tests of the adapters with transformers 4.57
+	@OMP_NUM_THREADS=1 .venv-4.57/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/test_adapters*.py
+
 bench: .venv/.bench  ## measure speed and memory against other implementations
 	@$(PY) -m benchmarks
 
 clean:  ## remove the environment, caches and builds
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-4.57 build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # constraints do not reach an isolated build, so setuptools comes first and builds in place
@@ -50,6 +54,14 @@ clean:  ## remove the environment, caches and builds
 	@$(PYTHON) -m venv .venv
 	@$(PY) -m pip install -q -c constraints.txt setuptools
 	@$(PY) -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+.venv-4.57/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv-4.57
+	@grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > .venv-4.57/constraints.txt
+	@.venv-4.57/bin/python -m pip install -q -c .venv-4.57/constraints.txt setuptools
+	@.venv-4.57/bin/python -m pip install -q -c .venv-4.57/constraints.txt --no-build-isolation \
+		-e '.[hf]' 'transformers==4.57.*' peft pytest pytest-xdist hypothesis matplotlib tqdm numpy
 	@touch $@
 
 .venv/.bench: .venv/.ready
