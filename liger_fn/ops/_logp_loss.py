@@ -89,7 +89,7 @@ def _spell(name: str, options: tuple[tuple[str, Any], ...]) -> str:
 _spell._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as backend_for in _launch
 
 
-@functools.cache
+@functools.lru_cache(256)  # beta may change from step to step
 def _read(loss: str) -> tuple[Algebra, int]:
     name, options = json.loads(loss)
     f, together = _ALGEBRA[name]
