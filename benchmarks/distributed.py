@@ -17,7 +17,6 @@ import gc
 import importlib
 import json
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import liger_fn
+from tests.peak import peak, start_of_peak
 
 ROOT = Path(__file__).parents[1]
 HEADS = {
@@ -43,23 +43,6 @@ QUICK = [
     ("head", "sharded", {"m": 64, "d": 16, "v": 32}),
 ]
 Step = Callable[[], None]
-
-
-def reset_peak(device: torch.device) -> float:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # the maximum starts again from what is now
-    return _status("VmRSS")
-
-
-def peak(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else _status("VmHWM")
-
-
-def _status(name: str) -> float:
-    return int(re.findall(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) / 1024
 
 
 def head(kind: str, device: torch.device, m: int, d: int, v: int) -> Step:
@@ -137,7 +120,8 @@ def be(rank: int, world: int, kind: str, case: tuple[str, str, dict[str, int]], 
     what, how, sizes = case
     torch.manual_seed(rank)
     step = (head if what == "head" else model)(how, device, **sizes)
-    before, times = reset_peak(device), []
+    gc.collect()
+    before, times = start_of_peak(device.type), []
     for i in range(8):
         dist.barrier()
         start = time.perf_counter()
@@ -146,7 +130,7 @@ def be(rank: int, world: int, kind: str, case: tuple[str, str, dict[str, int]], 
             torch.cuda.synchronize()
         if i > 2:
             times.append(time.perf_counter() - start)
-    mine = torch.tensor([statistics.median(times) * 1e3, peak(device) - before], device=device)
+    mine = torch.tensor([statistics.median(times) * 1e3, peak(device.type) - before], device=device)
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     if rank == 0:
         Path(home, "found").write_text(json.dumps(mine.tolist()))

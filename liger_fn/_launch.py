@@ -108,14 +108,14 @@ def row_tile(n: int, limit: int = 8192, per_warp: int = 512) -> dict[str, int]:
 
 
 def strip_tile(
-    rows: int, n: int, x: Tensor, per_warp: int = 512, limit: int = 16384
+    rows: int, n: int, x: Tensor, per_warp: int = 512
 ) -> tuple[int, int, dict[str, int]]:
     """Programs, stages and tile of a persistent loop over rows that keeps sums in registers.
 
     As few programs as keep a processor busy: each leaves sums of its own to be added up. Rows on
     their way lie in shared memory, of which every GPU has 48 KiB for what is loaded of x and dy.
     """
-    tile = row_tile(n, limit, per_warp)
+    tile = row_tile(n, _MAX_BLOCK, per_warp)
     stages = 3 if 6 * tile["BLOCK"] * x.element_size() <= 48 << 10 else 1
     return strips(rows, x.device, max(1, 8192 // tile["BLOCK"])), stages, tile
 
@@ -139,6 +139,7 @@ def rows_of(t: Tensor, n: int) -> Tensor:
 
 
 def contiguous(t: Tensor | None) -> Tensor | None:
+    """Lay a tensor out contiguously, if there is one."""
     return None if t is None else t.contiguous()
 
 

@@ -179,6 +179,7 @@ def ahead_in_lanes(z, zy, first, y):
 def ahead_beside(
     z_ptr, zy, y, v, SCALE: tl.constexpr, CAP: tl.constexpr, COLD: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Count what comes before z[y] in its own lane."""
     LANE: tl.constexpr = 8 if BLOCK >= 8 else BLOCK
     col = y // LANE * LANE + tl.arange(0, LANE)
     z = load_capped(z_ptr + col, col < v, SCALE, CAP) * COLD

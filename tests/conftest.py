@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -84,3 +85,20 @@ def _clean() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def llama(device: torch.device) -> Any:
+    """A tiny Llama of transformers."""
+    from tests import zoo
+
+    return zoo.build("llama").to(device)
+
+
+@pytest.fixture
+def batch(device: torch.device) -> Any:
+    """What such a Llama is called with."""
+    from tests import zoo
+    from tests.adapted import on
+
+    return on(device, zoo.batch("llama"))

@@ -25,16 +25,6 @@ from tests.adapted import ALL, gradients, nodes, on, same_gradients
 pytestmark = pytest.mark.usefixtures("plain")
 
 
-@pytest.fixture
-def llama(device):
-    return zoo.build("llama").to(device)
-
-
-@pytest.fixture
-def batch(device):
-    return on(device, zoo.batch("llama"))
-
-
 # -- logits that are kept
 
 

@@ -21,16 +21,6 @@ from tests.adapted import ALL, gradients, nodes, on
 pytestmark = pytest.mark.usefixtures("plain")
 
 
-@pytest.fixture
-def llama(device):
-    return zoo.build("llama").to(device)
-
-
-@pytest.fixture
-def batch(device):
-    return on(device, zoo.batch("llama"))
-
-
 def test_hooks_of_accelerate_stay(llama, batch):
     hooks = pytest.importorskip("accelerate.hooks")
     want = llama(**batch).loss

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,12 +22,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from liger_fn import fused_linear_ce, using
+from tests.peak import FORGET_PEAK, peak, start_of_peak
 from tests.table import ROWS, Draw, Row
 
 ON_GPU = torch.cuda.is_available()
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.profiler.ProfilerActivity.CPU
-FORGET_PEAK = Path("/proc/self/clear_refs")  # the kernel keeps the peak of a process; 5 forgets it
 
 # the logits of a small language model take 250 MiB, its head 62.5 MiB; a GPU has chunks of 1 GiB
 M, D, V = 16_384 if ON_GPU else 2048, 512, 32_000
@@ -67,24 +66,6 @@ def loss_of(name: str, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
             fused_linear_ce(w, x, y, chunk=16)
         return x[0, 0]
     return fused_linear_ce(w, x, y, chunk=16 if name == "fused, frozen" else None)
-
-
-def start_of_peak(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() / 2**20
-    FORGET_PEAK.write_text("5")
-    return of_process("VmRSS")
-
-
-def peak(device: str) -> float:
-    return torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else of_process("VmHWM")
-
-
-def of_process(field: str) -> float:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
 
 
 def measured(name: str, device: str) -> float:

@@ -25,18 +25,13 @@ def plain() -> bool:
     return stack is not None and any(level.key() == TransformType.Jvp for level in stack)
 
 
-def tracked() -> bool:
-    """Whether someone may differentiate or map the running code: it must not reuse buffers."""
-    return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or plain()
+def tracked(t: Tensor | None = None) -> bool:
+    """Whether someone may differentiate or map the running code: it must not reuse buffers.
 
-
-def watched(t: Tensor) -> bool:
-    """Whether a derivative is taken through t as the code runs, beside the rules of an op."""
-    return (
-        (t.requires_grad and torch.is_grad_enabled())
-        or torch._C._are_functorch_transforms_active()
-        or plain()
-    )
+    Of t: whether through t, beside the rules of an op.
+    """
+    graph = torch.is_grad_enabled() and (t is None or t.requires_grad)
+    return graph or torch._C._are_functorch_transforms_active() or plain()
 
 
 def derivative(f: Callable[..., Tensor], x: Tensor, *args: Tensor | None) -> Tensor:

@@ -124,25 +124,21 @@ class Run:
         self.cut = [self._cut(i, voters) for i in range(self.mesh.ndim)]
 
     def _mesh(self) -> DeviceMesh:
-        """The one mesh of all arguments."""
-        found: tuple[str, DeviceMesh] | None = None
-        plain: str | None = None
-        for name, t in zip(self.names, self.args, strict=True):
-            mesh: DeviceMesh | None = getattr(t, "device_mesh", None)
-            if mesh is None:
-                plain = name if t is not None and plain is None else plain
-            elif found is None:
-                found = name, mesh
-            elif mesh != found[1]:
-                raise ValueError(f"{self.op}: {name} is on {mesh} but {found[0]} is on {found[1]}")
-        assert found is not None
-        if plain is not None:
+        """The one mesh of all arguments; one of them is a DTensor, or nobody would ask."""
+        given = [(n, t) for n, t in zip(self.names, self.args, strict=True) if t is not None]
+        plain = [name for name, t in given if not hasattr(t, "device_mesh")]
+        (first, mesh), *others = [(n, t.device_mesh) for n, t in given if n not in plain]
+        for name, other in others:
+            if other != mesh:
+                raise ValueError(f"{self.op}: {name} is on {other} but {first} is on {mesh}")
+        if plain:
             raise TypeError(
-                f"{self.op}: {found[0]} is a DTensor but {plain} is a plain tensor: make it one "
-                f"too, distribute_tensor({plain}, mesh, [Replicate()]), or give "
-                f"{found[0]}.to_local()"
+                f"{self.op}: {first} is a DTensor but {plain[0]} is a plain tensor: make it one "
+                f"too, distribute_tensor({plain[0]}, mesh, [Replicate()]), or give "
+                f"{first}.to_local()"
             )
-        return found[1]
+        found: DeviceMesh = mesh
+        return found
 
     def _cut(self, i: int, voters: Sequence[tuple[str, Axes, list[Axis], Any]]) -> Axis | None:
         """The axis that dimension i of the mesh cuts."""

@@ -100,6 +100,7 @@ def row_pullback(
 
 
 def transformed(logits: Tensor, row: Row) -> Tensor:
+    """Logits after scale and soft cap, in the dtype of statistics."""
     if row.softcap is not None:
         return row.softcap * _tanh(logits, row, row.softcap)
     return wide(logits) if row.logit_scale == 1.0 else wide(logits) * row.logit_scale
@@ -206,6 +207,7 @@ def reduced(
     nll: Tensor, zsq: Tensor, correct: Tensor, y: Tensor, class_weight: Tensor | None, row: Row,
     reduction: str, n_valid: float | Tensor | None, token_weight: Tensor | None,
 ) -> CEStats:  # fmt: skip
+    """The losses of rows and their counts as CEStats."""
     n = normaliser(y, class_weight, row.ignore_index, reduction, n_valid, nll.dtype)
     nll, zsq = (reduce_rows(t, token_weight, reduction, n) for t in (nll, zsq))
     return CEStats(nll + zsq, nll, zsq, (y != row.ignore_index).sum(), correct.sum())

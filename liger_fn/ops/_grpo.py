@@ -101,6 +101,7 @@ def grpo_terms(
     logp: Tensor, y: Tensor | None, advantages: Tensor, old_logp: Tensor | None,
     ref_logp: Tensor | None, o: Options,
 ) -> Terms:  # fmt: skip
+    """The losses of tokens or sequences, and what they are made of."""
     live = live_tokens(y, o.ignore_index)
     live = torch.ones_like(logp, dtype=torch.bool) if live is None else live
     a = advantages.detach()
@@ -149,6 +150,7 @@ def _vespo_weight(u: Tensor, a: Tensor, live: Tensor, o: Options) -> Tensor:
 
 
 def grpo_reduced(terms: Terms, o: Options) -> Tensor:
+    """The loss, from its terms."""
     each, live = terms.each, terms.live
     b, n = live.shape[0], live.sum(-1)
     if o.loss_type in ("grpo", "sapo"):
@@ -159,6 +161,7 @@ def grpo_reduced(terms: Terms, o: Options) -> Tensor:
 
 
 def grpo_metrics(loss: Tensor, terms: Terms, entropy: Tensor, o: Options) -> GRPOMetrics:
+    """The loss beside means of what one watches."""
     ratio, a, live = terms.ratio.detach(), terms.advantages, terms.live
     clips = o.loss_type in _CLIPPED
     held = ratio if o.delta is None else ratio.clamp(max=o.delta)
@@ -179,6 +182,7 @@ def check_logps(
     op: str, logp: Tensor, y: Tensor | None, advantages: Tensor, old_logp: Tensor | None,
     ref_logp: Tensor | None, o: Options,
 ) -> None:  # fmt: skip
+    """Hold the arguments of grpo_from_logp together."""
     _check_options(op, o)
     flat = isinstance(advantages, Tensor) and advantages.dim() == 1
     check_tensors(

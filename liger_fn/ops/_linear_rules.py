@@ -215,6 +215,7 @@ def head_rule(
     name: str, passes: dict[Any, Rows], fwd: Callable[..., Any], bwd: Callable[..., Any], *,
     outputs: int, fake: Any, flops: Any, more: tuple[str, ...] = (), shard: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
+    """Make the rule of a head from its two passes over chunks."""
     if shard:
         fwd, bwd = on_shard(fwd), on_shard(bwd)
     return custom_vjp(

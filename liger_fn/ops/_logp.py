@@ -88,7 +88,7 @@ def _row(
             ahead += ahead_in_lanes(z, zy, k + first, y)
             new = tl.maximum(tops, tl.max(z, 1))
             shift = tl.where(new == -float("inf"), 0.0, new)
-            along, squares = _shifted(along, squares, total, tops, shift)
+            along, squares = shifted(along, squares, total, tops, shift)
             u = z - shift[:, None]
             e = tl.exp(u)
             along += tl.sum(tl.where(e == 0.0, 0.0, e * u), 1)
@@ -101,7 +101,7 @@ def _row(
     logsum = tl.log(sums)
     before = tl.full((), 0, tl.int32)
     if STATS:
-        along, squares = _shifted(
+        along, squares = shifted(
             along, squares, total, tops, tl.where(top == -float("inf"), 0.0, top)
         )
         before = tl.sum(ahead) + ahead_beside(z_ptr, zy, y, v, SCALE, CAP, COLD, BLOCK)
@@ -112,7 +112,7 @@ def _row(
 
 
 @triton.jit
-def _shifted(along, squares, total, top, shift):
+def shifted(along, squares, total, top, shift):
     """Sums of exp(u) * u and exp(2 u), u = z - top, as of u = z - shift."""
     down = tl.where(top == -float("inf"), 0.0, top - shift)
     fall = tl.exp(top - shift)
@@ -207,6 +207,7 @@ def logp_loop(
     compute: torch.dtype, accum_dtype: torch.dtype,
     chunks: Callable[[int], Sequence[Chunk]] | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The loop over chunks of a head, with a row pass of log-probabilities."""
     row = Row(ignore_index, 0.0, logit_scale, softcap)
     return head_loop(
         partial(rows, row=row, temperature=temperature), w, x, b, y, row_args,
@@ -217,5 +218,6 @@ def logp_loop(
 
 
 def logp_passes(stats: bool) -> dict[Any, Rows]:
+    """The row pass on each backend, of logp alone or with its statistics."""
     both = {"reference": _rows_ref, "triton": _rows_triton}
     return {backend: partial(rows, stats=stats) for backend, rows in both.items()}

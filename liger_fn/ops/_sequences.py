@@ -74,6 +74,7 @@ def check_sequences(
 
 
 def head_logp(w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head) -> Tensor:
+    """Log-probabilities of y under a head."""
     return fused_linear_logp(w, x, y, b=b, **head._asdict())
 
 
@@ -111,10 +112,12 @@ def check_logp(
 
 
 def live_tokens(y: Tensor | None, ignore_index: int) -> Tensor | None:
+    """Which tokens count; None without y: all of them."""
     return None if y is None else y != ignore_index
 
 
 def masked(t: Tensor, live: Tensor | None) -> Tensor:
+    """In the dtype of statistics, 0 where a token does not count."""
     return wide(t) if live is None else torch.where(live, wide(t), 0.0)
 
 
@@ -138,10 +141,12 @@ def mean(
 
 
 def exp_capped(x: Tensor) -> Tensor:
+    """exp(x), x at most 60."""
     return x.clamp(max=EXP_MAX).exp()
 
 
 def expm1_capped(x: Tensor) -> Tensor:
+    """exp(x) - 1, x at most 60."""
     return x.clamp(max=EXP_MAX).expm1()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from liger_fn._launch import rows_of
 from liger_fn._math import wide
-from liger_fn._vjp import custom_vjp, watched
+from liger_fn._vjp import custom_vjp, tracked
 from liger_fn.ops._ce import Row
 from liger_fn.ops._collectives import Shard, gathered, summed
 from liger_fn.ops._vocab_rows import (
@@ -87,6 +87,7 @@ class Targets(NamedTuple):
 
 
 def targets(y: Tensor, width: int, shard: Shard, ignore_index: int) -> Targets:
+    """Where the targets y of rows lie, in this shard and in the whole vocabulary."""
     live = y != ignore_index
     bad = live & ((y < 0) | (y >= shard.vocab))
     here = (y >= shard.start) & (y < shard.start + width) & ~bad
@@ -98,7 +99,7 @@ def _statistics(
     kernels: tuple[Callable[..., Tensor], Callable[..., Tensor]], z: Tensor, t: Targets,
     c: Tensor | None, shard: Shard, row: Row, temperature: float, stats: bool,
 ) -> Whole:  # fmt: skip
-    if watched(z):
+    if tracked(z):
         raise NotImplementedError(
             "a sharded vocabulary has first derivatives in reverse mode only: no forward mode, no "
             "derivative of a gradient"
@@ -253,6 +254,7 @@ def logp_rows(
 
 
 def passes(rows: Callable[..., Any], **options: Any) -> dict[Any, Callable[..., Any]]:
+    """A row pass on each backend, with these options."""
     return {backend: partial(rows, backend, **options) for backend in _KERNELS}
 
 

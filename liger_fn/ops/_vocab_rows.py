@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from liger_fn._launch import contiguous, launch, row_tile, tl, triton
-from liger_fn._math import capped, capped_slope, wide
+from liger_fn._math import capped, capped_slope, load_capped, wide
 from liger_fn.ops._ce import Row, slope, transformed
+from liger_fn.ops._logp import shifted
 
 PLAIN, WITH_STATS = 6, 9  # columns of the statistics
 
@@ -29,6 +30,7 @@ PLAIN, WITH_STATS = 6, 9  # columns of the statistics
 def statistics_ref(
     z: Tensor, at: Tensor, c: Tensor | None, start: int, row: Row, temperature: float, stats: bool
 ) -> Tensor:
+    """Plain torch: the statistics of each row of a shard, (m, columns)."""
     live = at != -2
     z = torch.where(live[:, None], transformed(z, row) / temperature, 0.0)
     c = z.new_ones(z.shape[1]) if c is None else c.to(z.dtype)
@@ -57,6 +59,7 @@ def statistics_ref(
 def gradient_ref(
     z: Tensor, at: Tensor, c: Tensor | None, factors: Tensor, row: Row, temperature: float
 ) -> Tensor:
+    """Plain torch: dz from the factors (m, 7) of each row."""
     live = (at != -2)[:, None]
     top, logsum, of_p, of_plogp, of_pp, of_one, of_c = factors[..., None].unbind(1)
     t = torch.where(live, transformed(z, row) / temperature, 0.0)
@@ -89,27 +92,26 @@ def _statistics_kernel(
     total, spread, weights, along, squares, plain = zeros, zeros, zeros, zeros, zeros, zeros
     for k in range(0, n, BLOCK):
         mask = k + col < v
-        z = capped(tl.load(z_ptr + k + col, mask, other=0.0), SCALE, CAP) * COLD
+        z = load_capped(z_ptr + k + col, mask, SCALE, CAP) * COLD
         c = tl.where(mask, 1.0, 0.0).to(d)
         if c_ptr is not None:
             c = tl.load(c_ptr + k + col, mask, other=0.0).to(d)
         plain += tl.where(mask, z, 0.0)
-        z = tl.where(mask, z, -float("inf"))  # after the cap: tanh(-inf) is -1
         best = tl.max(z)
         here = tl.min(tl.where(z == best, k + col, v))
         first = tl.where(best > top, here, first)
         new = tl.maximum(top, best)
         shift = tl.where(new == -float("inf"), 0.0, new)
         down = tl.where(top == -float("inf"), 0.0, top - shift)  # nothing seen so far: sums are 0
-        fall = tl.exp(top - shift)
         u = tl.where(mask, z - shift, 0.0)
         e = tl.exp(z - shift)
         spread += weights * down + tl.where(mask, c * u, 0.0)
         weights += c
         if COLUMNS > 6:
-            along = (along + total * down) * fall + tl.where(e == 0.0, 0.0, e * u)
-            squares = squares * fall * fall + e * e
-        total = total * fall + e
+            along, squares = shifted(along, squares, total, top, shift)
+            along += tl.where(e == 0.0, 0.0, e * u)
+            squares += e * e
+        total = total * tl.exp(top - shift) + e
         top = new
     zy = tl.full((), 0.0, d)
     if at >= 0:
@@ -154,6 +156,7 @@ def _gradient_kernel(
 def statistics_triton(
     z: Tensor, at: Tensor, c: Tensor | None, start: int, row: Row, temperature: float, stats: bool
 ) -> Tensor:
+    """The same statistics by the kernel."""
     columns = WITH_STATS if stats else PLAIN
     out = z.new_empty(z.shape[0], columns, dtype=wide(z.dtype))
     launch(
