@@ -101,10 +101,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **meta: object) ->
         kernel[grid](*args, **meta)
 
 
-def row_tile(n: int, limit: int = 8192, per_warp: int = 512) -> dict[str, int]:
+def row_tile(
+    n: int, limit: int = 8192, per_warp: int = 512, most_warps: int = 16
+) -> dict[str, int]:
     """Block and warps for a kernel that walks rows of n elements, at most `limit` at a time."""
     block = min(1 << max(n - 1, 0).bit_length(), limit, _MAX_BLOCK)
-    return {"BLOCK": block, "num_warps": min(max(block // per_warp, 1), 16)}
+    return {"BLOCK": block, "num_warps": min(max(block // per_warp, 1), most_warps)}
 
 
 def strip_tile(
@@ -146,10 +148,3 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 def by_group(w: Tensor | None, groups: int | None) -> Tensor | None:
     """One row (n,) of a shared argument for each group of rows, (g, n)."""
     return None if w is None else w.expand(groups or 1, w.shape[-1]).contiguous()
-
-
-def join_strips(parts: Tensor | None, w: Tensor | None, groups: int | None) -> Tensor | None:
-    """The gradient of w from the sums (g, p, n) of p strips in each group; no w, no gradient."""
-    if parts is None or w is None:
-        return None
-    return (parts.sum(1) if groups else parts[0].sum(0)).to(w.dtype)

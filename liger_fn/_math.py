@@ -8,7 +8,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from liger_fn._launch import tl, triton
+from liger_fn._launch import launch, tl, triton
 
 
 @overload
@@ -65,8 +65,9 @@ def tanh(x):
     far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
     far = tl.where(x < 0.0, -far, far)
     s = x * x
-    p = ((-5.70498872745e-3 * s + 2.06390887954e-2) * s - 5.37397155531e-2) * s + 1.33314422036e-1
-    near = x + x * s * (p * s - 3.33332819422e-1)
+    p = tl.fma(tl.fma(s, -5.70498872745e-3, 2.06390887954e-2), s, -5.37397155531e-2)
+    p = tl.fma(tl.fma(p, s, 1.33314422036e-1), s, -3.33332819422e-1)
+    near = tl.fma(x * s, p, x)
     return far if x.dtype == tl.float64 else tl.where(tl.abs(x) < 0.625, near, far)
 
 
@@ -80,24 +81,22 @@ def rounded(x, dtype: tl.constexpr):
 def moments(x_ptr, n, dtype: tl.constexpr, BLOCK: tl.constexpr):
     """Mean and variance of a row, and its last block, which registers still hold.
 
-    Squares of deviations, block by block; blocks join after Chan, Golub and LeVeque, 1979.
+    By deviations from the mean of the first block. It lies within sqrt(n / BLOCK) deviations of the
+    mean of all, so that the subtraction below costs a factor of n / BLOCK at worst, however large
+    the mean is; nothing where one block holds the row.
     """
     col = tl.arange(0, BLOCK)
-    x = tl.zeros((BLOCK,), dtype)
-    mean = tl.full((), 0.0, dtype)
-    squares = tl.full((), 0.0, dtype)
-    for k in range(0, n, BLOCK):
-        mask = k + col < n
-        x = up(tl.load(x_ptr + k + col, mask, other=0.0))
-        size = tl.full((), tl.minimum(n - k, BLOCK), dtype)
-        share = size / (k + size)
-        own = tl.sum(x) / size
-        own += tl.sum(tl.where(mask, x - own, 0.0)) / size  # what rounding took from a large mean
-        d = tl.where(mask, x - own, 0.0)  # after the subtraction: padding deviates by -mean
-        ahead = own - mean
-        mean += ahead * share
-        squares += tl.sum(d * d) + ahead * (k * share) * ahead  # the square alone may overflow
-    return x, mean, squares / n
+    x = up(tl.load(x_ptr + col, col < n, other=0.0))
+    pivot = tl.sum(x) / tl.full((), tl.minimum(n, BLOCK), dtype)
+    d = tl.where(col < n, x - pivot, 0.0)  # after the subtraction: padding deviates by -pivot
+    total, squares = tl.sum(d), tl.sum(d * d)
+    for k in range(BLOCK, n, BLOCK):
+        x = up(tl.load(x_ptr + k + col, k + col < n, other=0.0))
+        d = tl.where(k + col < n, x - pivot, 0.0)
+        total += tl.sum(d)
+        squares += tl.sum(d * d)
+    ahead = total / n
+    return x, pivot + ahead, tl.maximum(squares / n - ahead * ahead, 0.0)
 
 
 @triton.jit
@@ -289,3 +288,26 @@ def overwrite(z_ptr, col, v, size, g, SCALE: tl.constexpr, CAP: tl.constexpr):
     """Put g, back through cap and scale, in the place of logits; 0 where none are read, v = 0."""
     _, slope = capped_slope(tl.load(z_ptr + col, col < v, other=0.0), SCALE, CAP)
     tl.store(z_ptr + col, tl.where(v == 0, 0.0, g * slope * SCALE), col < size)
+
+
+@triton.jit
+def _join_kernel(parts_ptr, out_ptr, p, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # torch would take a tenth of a norm's backward for the same sum: few columns, many rows
+    group, col = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, BLOCK), parts_ptr.dtype.element_ty)
+    for i in range(0, p, ROWS):
+        at = (group * p + i + row)[:, None] * n + col[None, :]
+        total += tl.load(parts_ptr + at, (i + row < p)[:, None] & (col < n)[None, :], other=0.0)
+    total = narrow(tl.sum(total, 0), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + group * n + col, total, col < n)
+
+
+def join_strips(parts: Tensor | None, w: Tensor | None, groups: int | None) -> Tensor | None:
+    """The gradient of w from the sums (g, p, n) of p strips in each group; no w, no gradient."""
+    if parts is None or w is None:
+        return None
+    g, p, n = parts.shape
+    dw = w.new_empty((g, n))
+    launch(_join_kernel, (-(-n // 8), g), parts, dw, p, n, ROWS=256, BLOCK=8, num_warps=8)
+    return dw if groups else dw[0]

@@ -117,34 +117,53 @@ def _act_slope(g, ACT: tl.constexpr):
 
 
 @triton.jit
+def _place(blocks, BLOCK: tl.constexpr):
+    """Row and first column of a program; both may lie beyond 32 bits."""
+    pid = tl.program_id(0)
+    return (pid // blocks).to(tl.int64), (pid % blocks).to(tl.int64) * BLOCK
+
+
+@triton.jit
 def _fwd_kernel(
-    gate_ptr, up_ptr, y_ptr, n, gate_stride, up_stride, ACT: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = _act(up(tl.load(gate_ptr + row * gate_stride + col, col < n, other=0.0)), ACT)
+    gate_ptr, up_ptr, y_ptr, n, blocks, gate_stride, up_stride, ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, first = _place(blocks, BLOCK)
+    col = tl.arange(0, BLOCK)
+    mask = col < n - first
+    g = up(tl.load(gate_ptr + row * gate_stride + first + col, mask, other=0.0))
+    y = _act(g, ACT)
     if up_ptr is not None:
-        u = up(tl.load(up_ptr + row * up_stride + col, col < n, other=0.0))
+        u = up(tl.load(up_ptr + row * up_stride + first + col, mask, other=0.0))
         y = rounded(y, gate_ptr.dtype.element_ty) * u
-    tl.store(y_ptr + row * n + col, y, col < n)
+    tl.store(y_ptr + row * n + first + col, y, mask)
 
 
 @triton.jit
 def _bwd_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, gate_stride, up_stride, d_stride,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, blocks, gate_stride, up_stride, d_stride,
     ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    dy = up(tl.load(dy_ptr + row * n + col, col < n, other=0.0))
-    g = up(tl.load(gate_ptr + row * gate_stride + col, col < n, other=0.0))
+    row, first = _place(blocks, BLOCK)
+    col = tl.arange(0, BLOCK)
+    mask = col < n - first
+    dy = up(tl.load(dy_ptr + row * n + first + col, mask, other=0.0))
+    g = up(tl.load(gate_ptr + row * gate_stride + first + col, mask, other=0.0))
     if dgate_ptr is not None:
         d = dy * _act_slope(g, ACT)
         if up_ptr is not None:
-            d *= up(tl.load(up_ptr + row * up_stride + col, col < n, other=0.0))
-        tl.store(dgate_ptr + row * d_stride + col, d, col < n)
+            d *= up(tl.load(up_ptr + row * up_stride + first + col, mask, other=0.0))
+        tl.store(dgate_ptr + row * d_stride + first + col, d, mask)
     if dup_ptr is not None:
-        tl.store(dup_ptr + row * d_stride + col, dy * _act(g, ACT), col < n)
+        tl.store(dup_ptr + row * d_stride + first + col, dy * _act(g, ACT), mask)
+
+
+def _tiling(m: int, n: int, *strides: int) -> tuple[int, int, int, dict[str, int]]:
+    """Rows, their length, blocks in each, tile; rows that lie side by side are one long row."""
+    flat = all(stride == n for stride in strides)
+    tile = row_tile(1024 if flat else n, 1024, 256)  # nothing to compile for a new m
+    m, n = (1, m * n) if flat else (m, n)
+    return m, n, -(-n // tile["BLOCK"]), tile
 
 
 def _fwd_triton(gate: Tensor, up: Tensor | None, *, act: str) -> tuple[Tensor]:
@@ -152,10 +171,11 @@ def _fwd_triton(gate: Tensor, up: Tensor | None, *, act: str) -> tuple[Tensor]:
         gate.shape[-1],
         gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype),
     )
-    y, tile = gate.new_empty(gate.shape, dtype=dtype), row_tile(n, 4096)
+    y = gate.new_empty(gate.shape, dtype=dtype)
     gate, up = rows_of(gate, n), None if up is None else rows_of(up, n)
-    grid, up_stride = (gate.shape[0], -(-n // tile["BLOCK"])), 0 if up is None else up.stride(0)
-    launch(_fwd_kernel, grid, gate, up, y, n, gate.stride(0), up_stride, ACT=act, **tile)
+    apart = gate.stride(0), gate.stride(0) if up is None else up.stride(0)
+    m, n, blocks, tile = _tiling(gate.shape[0], n, *apart)
+    launch(_fwd_kernel, (m * blocks,), gate, up, y, n, blocks, *apart, ACT=act, **tile)
     return (y,)
 
 
@@ -163,13 +183,11 @@ def _launch_bwd(
     dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None,
     d_stride: int, act: str,
 ) -> None:  # fmt: skip
-    n, tile = gate.shape[-1], row_tile(gate.shape[-1], 4096)
+    n = gate.shape[-1]
     dy, gate, up = dy.contiguous(), rows_of(gate, n), None if up is None else rows_of(up, n)
-    grid, up_stride = (gate.shape[0], -(-n // tile["BLOCK"])), 0 if up is None else up.stride(0)
-    launch(
-        _bwd_kernel, grid, dy, gate, up, dgate, dup, n, gate.stride(0), up_stride, d_stride,
-        ACT=act, **tile,
-    )  # fmt: skip
+    apart = gate.stride(0), gate.stride(0) if up is None else up.stride(0), d_stride
+    m, n, blocks, tile = _tiling(gate.shape[0], n, *apart)
+    launch(_bwd_kernel, (m * blocks,), dy, gate, up, dgate, dup, n, blocks, *apart, ACT=act, **tile)
 
 
 def _bwd_triton(

@@ -11,14 +11,13 @@ from torch import Tensor
 from liger_fn._launch import (
     by_group,
     contiguous,
-    join_strips,
     launch,
     row_tile,
     strip_tile,
     tl,
     triton,
 )
-from liger_fn._math import rounded, up, wide
+from liger_fn._math import join_strips, rounded, up, wide
 
 CASTINGS = ("llama", "gemma", "none")
 
@@ -110,6 +109,11 @@ def _bwd_kernel(
         if dx_ptr is not None:
             g = dy * gain
             c = tl.sum(g * xhat) / n if c_ptr is None else tl.load(c_ptr + row)
+            if BLOCK > 8192:  # registers hold the sums of such a row, or the row: read it again
+                x = tl.load(x_ptr + at, mask, other=0.0, eviction_policy="evict_first")
+                dy = tl.load(dy_ptr + at, mask, other=0.0, eviction_policy="evict_first")
+                xhat, dy = up(x) * rstd, dy.to(dw.dtype)
+                g = dy * gain
             d = rstd * (g - xhat * c)
             if ds_ptr is not None:
                 d += tl.load(ds_ptr + at, mask, other=0.0).to(dw.dtype)
@@ -136,7 +140,8 @@ def fwd_triton(
     m = rstd.numel()
     launch(
         _fwd_kernel, (m,), x.contiguous(), contiguous(residual), by_group(w, groups), s, y, rstd,
-        n, m // (groups or 1), EPS=eps, OFFSET=offset, CASTING=casting, **row_tile(n),
+        n, m // (groups or 1), EPS=eps, OFFSET=offset, CASTING=casting,
+        **row_tile(n, 16384, 1024, 8),
     )  # fmt: skip
     return (y, rstd) if s is None else (y, s, rstd)
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from liger_fn._check import check_tensors
 from liger_fn._launch import (
     by_group,
-    join_strips,
     launch,
     row_tile,
     rows_of,
@@ -31,7 +30,7 @@ from liger_fn._launch import (
     tl,
     triton,
 )
-from liger_fn._math import cast, tanh, up, wide
+from liger_fn._math import cast, join_strips, tanh, up, wide
 from liger_fn._vjp import custom_vjp
 
 _LIMIT = 1024  # elements are independent: a block need not hold a row, and small ones spread better
@@ -122,7 +121,7 @@ def _bwd_kernel(
 def _fwd_triton(
     x: Tensor, alpha: Tensor, w: Tensor | None, b: Tensor | None, *, groups: int | None = None
 ) -> tuple[Tensor]:
-    n, y, tile = x.shape[-1], x.new_empty(x.shape), row_tile(x.shape[-1], _LIMIT)
+    n, y, tile = x.shape[-1], x.new_empty(x.shape), row_tile(x.shape[-1], _LIMIT, _LIMIT)
     m = math.prod(x.shape[:-1])
     launch(
         _fwd_kernel, (m, -(-n // tile["BLOCK"])), x.contiguous(), _alphas(alpha, x, groups),

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from liger_fn._check import check_tensors
-from liger_fn._launch import by_group, join_strips, launch, row_tile, rows_of, tl, triton
-from liger_fn._math import cast, moments, normalised, up, wide
+from liger_fn._launch import by_group, launch, row_tile, rows_of, tl, triton
+from liger_fn._math import cast, join_strips, normalised, up, wide
 from liger_fn._vjp import custom_vjp
 
 # -- reference: x (..., c, s) with all positions on one axis ---------------------------------------
@@ -67,101 +67,123 @@ def _grouped(x: Tensor, n_groups: int) -> Tensor:
     return x.reshape(*lead, n_groups, c // n_groups * s)
 
 
-# -- kernels: a row holds the k numbers of a group; those of vmap have (c,) of w and b each --------
+# -- kernels: a row is a group: its channels by its s positions, in tiles of ROWS by BLOCK --------
 
 
 @triton.jit
-def _first_channel(row, per_vmap, n_groups, channels):
-    """Where w and b of a row begin; `channels` belong to a row."""
-    return (row // per_vmap * n_groups + row % n_groups) * channels
+def _tile(ptr, c, i, channels, s, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Entries of a group, and where the tile has them."""
+    at, col = c + tl.arange(0, ROWS)[:, None], i + tl.arange(0, BLOCK)[None, :]
+    mask = (at < channels) & (col < s)
+    return up(tl.load(ptr + at * s + col, mask, other=0.0)), mask
+
+
+@triton.jit
+def _of_channels(ptr, c, channels, otherwise, ROWS: tl.constexpr):
+    """What w or b holds for the channels of a tile."""
+    at = c + tl.arange(0, ROWS)
+    if ptr is None:
+        out = tl.zeros((ROWS,), otherwise.dtype) + otherwise
+    else:
+        out = tl.load(ptr + at, at < channels, other=0.0).to(otherwise.dtype)
+    return out
+
+
+@triton.jit
+def _put(ptr, c, i, channels, s, value, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    at, col = c + tl.arange(0, ROWS)[:, None], i + tl.arange(0, BLOCK)[None, :]
+    tl.store(ptr + at * s + col, value, (at < channels) & (col < s))
 
 
 @triton.jit
 def _fwd_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, k, s, n_groups, per_vmap,
-    EPS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, channels, s, n_groups, per_vmap,
+    EPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, BLOCK)
-    first = _first_channel(row, per_vmap, n_groups, k // s)
-    x, mean, variance = moments(x_ptr + row * k, k, mean_ptr.dtype.element_ty, BLOCK)
-    rstd = 1.0 / tl.sqrt(variance + EPS)
+    k = channels * s
+    x_ptr += row * k
+    y_ptr += row * k
+    first = (row // per_vmap * n_groups + row % n_groups) * channels
+    if w_ptr is not None:
+        w_ptr += first
+    if b_ptr is not None:
+        b_ptr += first
+    x, _ = _tile(x_ptr, 0, 0, channels, s, ROWS, BLOCK)
+    pivot = tl.sum(x) / (tl.minimum(channels, ROWS) * tl.minimum(s, BLOCK))  # see `moments`
+    sums, squares = tl.zeros_like(x), tl.zeros_like(x)
+    for c in range(0, channels, ROWS):
+        for i in range(0, s, BLOCK):
+            x, mask = _tile(x_ptr, c, i, channels, s, ROWS, BLOCK)
+            d = tl.where(mask, x - pivot, 0.0)
+            sums += d
+            squares += d * d
+    ahead = tl.sum(sums) / k
+    mean = pivot + ahead
+    rstd = 1.0 / tl.sqrt(tl.maximum(tl.sum(squares) / k - ahead * ahead, 0.0) + EPS)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
-    last = (k - 1) // BLOCK * BLOCK
-    for i in range(0, k, BLOCK):  # from the last block, still in registers, down to the first
-        at = last - i + col
-        y = (x - mean) * rstd
-        if w_ptr is not None:
-            y *= up(tl.load(w_ptr + first + at // s, at < k, other=0.0))
-        if b_ptr is not None:
-            y += up(tl.load(b_ptr + first + at // s, at < k, other=0.0))
-        tl.store(y_ptr + row * k + at, y, at < k)
-        x = up(tl.load(x_ptr + row * k + at - BLOCK, at >= BLOCK, other=0.0))
+    for c in range(0, channels, ROWS):  # backwards: what was read last is still in a cache
+        c = (channels - 1) // ROWS * ROWS - c
+        w = _of_channels(w_ptr, c, channels, tl.full((), 1.0, mean.dtype), ROWS)
+        b = _of_channels(b_ptr, c, channels, tl.full((), 0.0, mean.dtype), ROWS)
+        for i in range(0, s, BLOCK):
+            i = (s - 1) // BLOCK * BLOCK - i
+            x, _ = _tile(x_ptr, c, i, channels, s, ROWS, BLOCK)
+            y = (x - mean) * rstd * w[:, None] + b[:, None]
+            _put(y_ptr, c, i, channels, s, y, ROWS, BLOCK)
 
 
 @triton.jit
-def _pulled(dy_ptr, x_ptr, w_ptr, mean, rstd, at, mask, s):
-    """g and xhat of a row."""
-    g = tl.load(dy_ptr + at, mask, other=0.0).to(mean.dtype)
-    if w_ptr is not None:
-        g *= up(tl.load(w_ptr + at // s, mask, other=0.0))
-    x = up(tl.load(x_ptr + at, mask, other=0.0))
-    return g, tl.where(mask, (x - mean) * rstd, 0.0)
-
-
-@triton.jit
-def _dx_kernel(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, k, s, n_groups, per_vmap, BLOCK: tl.constexpr
-):
+def _bwd_kernel(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, channels, s, n_groups,
+    per_vmap, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # sums over the positions of each channel are dw and db of an image, and with w all that dx asks
     row = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, BLOCK)
+    k = channels * s
     mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
     if w_ptr is not None:
-        w_ptr += _first_channel(row, per_vmap, n_groups, k // s)
+        w_ptr += (row // per_vmap * n_groups + row % n_groups) * channels
     dy_ptr += row * k
     x_ptr += row * k
-    g = tl.zeros((BLOCK,), mean.dtype)
-    xhat = tl.zeros((BLOCK,), mean.dtype)
-    total = tl.zeros((BLOCK,), mean.dtype)
-    along = tl.zeros((BLOCK,), mean.dtype)
-    for i in range(0, k, BLOCK):
-        g, xhat = _pulled(dy_ptr, x_ptr, w_ptr, mean, rstd, i + col, i + col < k, s)
-        total += g
-        along += g * xhat
-    c, a = tl.sum(total) / k, tl.sum(along) / k
-    last = (k - 1) // BLOCK * BLOCK
-    for i in range(0, k, BLOCK):  # from the last block, still in registers, down to the first
-        at = last - i + col
-        tl.store(dx_ptr + row * k + at, rstd * (g - c - xhat * a), at < k)
-        g, xhat = _pulled(dy_ptr, x_ptr, w_ptr, mean, rstd, at - BLOCK, at >= BLOCK, s)
-
-
-@triton.jit
-def _sums_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, m, s, channels,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    # sums over the s positions of some of the m channels of all images, `channels` in a group
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, BLOCK)
-    mean = tl.load(mean_ptr + row // channels, row < m, other=0.0)
-    rstd = tl.load(rstd_ptr + row // channels, row < m, other=0.0)
-    dw = tl.zeros((ROWS,), mean.dtype)
-    db = tl.zeros((ROWS,), mean.dtype)
-    for i in range(0, s, BLOCK):
-        at = row[:, None] * s + i + col[None, :]
-        mask = (row < m)[:, None] & (i + col < s)[None, :]
-        dy = tl.load(dy_ptr + at, mask, other=0.0).to(mean.dtype)
-        db += tl.sum(dy, 1)
+    one = tl.full((), 1.0, mean.dtype)
+    totals, alongs = tl.zeros((ROWS,), mean.dtype), tl.zeros((ROWS,), mean.dtype)
+    for c in range(0, channels, ROWS):
+        db, dw = tl.zeros((ROWS, BLOCK), mean.dtype), tl.zeros((ROWS, BLOCK), mean.dtype)
+        for i in range(0, s, BLOCK):
+            dy, mask = _tile(dy_ptr, c, i, channels, s, ROWS, BLOCK)
+            db += dy
+            if dx_ptr is not None or dw_ptr is not None:
+                x, _ = _tile(x_ptr, c, i, channels, s, ROWS, BLOCK)
+                dw += dy * tl.where(mask, (x - mean) * rstd, 0.0)
+        total, along = tl.sum(db, 1), tl.sum(dw, 1)
+        at = c + tl.arange(0, ROWS)
+        if db_ptr is not None:
+            tl.store(db_ptr + row * channels + at, total, at < channels)
         if dw_ptr is not None:
-            x = up(tl.load(x_ptr + at, mask, other=0.0))
-            xhat = tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0)
-            dw += tl.sum(dy * xhat, 1)
-    if dw_ptr is not None:
-        tl.store(dw_ptr + row, dw, row < m)
-    if db_ptr is not None:
-        tl.store(db_ptr + row, db, row < m)
+            tl.store(dw_ptr + row * channels + at, along, at < channels)
+        w = _of_channels(w_ptr, c, channels, one, ROWS)
+        totals += w * total
+        alongs += w * along
+    if dx_ptr is not None:
+        total, along = tl.sum(totals) / k, tl.sum(alongs) / k
+        for c in range(0, channels, ROWS):
+            c = (channels - 1) // ROWS * ROWS - c
+            w = _of_channels(w_ptr, c, channels, one, ROWS)
+            for i in range(0, s, BLOCK):
+                i = (s - 1) // BLOCK * BLOCK - i
+                dy, _ = _tile(dy_ptr, c, i, channels, s, ROWS, BLOCK)
+                x, _ = _tile(x_ptr, c, i, channels, s, ROWS, BLOCK)
+                dx = rstd * (dy * w[:, None] - total - (x - mean) * rstd * along)
+                _put(dx_ptr + row * k, c, i, channels, s, dx, ROWS, BLOCK)
+
+
+def _tiles(channels: int, s: int, size: int, warps: int) -> dict[str, int]:
+    """Of at most `size` numbers: positions side by side first, then channels."""
+    block = row_tile(s, size)["BLOCK"]
+    rows = min(size // block, row_tile(channels)["BLOCK"])
+    return {"ROWS": rows, "BLOCK": block, "num_warps": max(1, rows * block * warps // size)}
 
 
 def _fwd_triton(
@@ -170,10 +192,11 @@ def _fwd_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *lead, c, s = x.shape
     y, mean = x.new_empty(x.shape), x.new_empty(*lead, n_groups, dtype=wide(x.dtype))
-    rstd, m, k = torch.empty_like(mean), mean.numel(), c // n_groups * s
+    rstd, m = torch.empty_like(mean), mean.numel() if s else 0
     launch(
         _fwd_kernel, (m,), x.contiguous(), by_group(w, groups), by_group(b, groups), y, mean, rstd,
-        k, max(s, 1), n_groups, m // (groups or 1), EPS=eps, **row_tile(k),
+        c // n_groups, s, n_groups, m // (groups or 1), EPS=eps,
+        **_tiles(c // n_groups, s, 8192, 16),
     )  # fmt: skip
     return y, mean, rstd
 
@@ -182,22 +205,14 @@ def _bwd_triton(
     dy: Tensor, x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, rstd: Tensor, *,
     n_groups: int, eps: float, wanted: tuple[bool, ...], groups: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    (*lead, c, s), g = x.shape, groups or 1
-    k, m = c // n_groups * s, mean.numel()
+    (*lead, c, s), g, m = x.shape, groups or 1, mean.numel()
     dy, x, mean, rstd = (t.contiguous() for t in (dy, x, mean, rstd))
     dx = x.new_empty(x.shape) if wanted[0] else None
     dw, db = (mean.new_empty(g, math.prod(lead) // g, c) if asked else None for asked in wanted[1:])
-    if dx is not None:
-        launch(
-            _dx_kernel, (m,), dy, x, by_group(w, groups), mean, rstd, dx, k, max(s, 1), n_groups,
-            m // g, **row_tile(k),
-        )  # fmt: skip
-    if dw is not None or db is not None:
-        block, rows = row_tile(s, 1024)["BLOCK"], math.prod(lead) * c
-        launch(
-            _sums_kernel, (-(-rows // (1024 // block)),), dy, x, mean, rstd, dw, db, rows, s,
-            c // n_groups, ROWS=1024 // block, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _bwd_kernel, (m,), dy, x, by_group(w, groups), mean, rstd, dx, dw, db, c // n_groups, s,
+        n_groups, m // g, **_tiles(c // n_groups, s, 4096, 4),
+    )  # fmt: skip
     return dx, join_strips(dw, w, groups), join_strips(db, b, groups)
 
 

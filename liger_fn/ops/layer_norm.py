@@ -21,7 +21,6 @@ from torch import Tensor
 from liger_fn._check import check_tensors
 from liger_fn._launch import (
     by_group,
-    join_strips,
     launch,
     row_tile,
     rows_of,
@@ -29,7 +28,7 @@ from liger_fn._launch import (
     tl,
     triton,
 )
-from liger_fn._math import cast, moments, normalised, up, wide
+from liger_fn._math import cast, join_strips, moments, normalised, up, wide
 from liger_fn._vjp import custom_vjp
 
 # -- reference -------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ def _fwd_triton(
     rstd, m = torch.empty_like(mean), mean.numel()
     launch(
         _fwd_kernel, (m,), x.contiguous(), by_group(w, groups), by_group(b, groups), y, mean, rstd,
-        n, m // (groups or 1), EPS=eps, **row_tile(n, per_warp=1024),
+        n, m // (groups or 1), EPS=eps, **row_tile(n, 8192, 1024),
     )  # fmt: skip
     return y, mean, rstd
 

@@ -90,7 +90,7 @@ def _fwd_triton(x: Tensor) -> tuple[Tensor]:
 
 
 def _bwd_triton(dy: Tensor, y: Tensor, *, wanted: tuple[bool, ...]) -> tuple[Tensor]:
-    n, tile = y.shape[-1], row_tile(y.shape[-1], 8192 if y.shape[-1] <= 8192 else 4096)
+    n, tile = y.shape[-1], row_tile(y.shape[-1], 16384 if y.shape[-1] <= 16384 else 4096)
     rows, dx = rows_of(y, n).contiguous(), y.new_empty(y.shape)
     launch(
         _bwd_kernel, (rows.shape[0],), dy.contiguous(), rows, dx, n, FITS=n <= tile["BLOCK"], **tile
