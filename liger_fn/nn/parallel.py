@@ -25,8 +25,9 @@ class VocabParallelHead(ParallelStyle):
 
     The weight becomes a DTensor, Shard(0), cut as torch cuts. `head(x, y)` is then a vocabulary
     parallel `fused_linear_ce`: no logits in memory and none sent. `head(x)` gathers logits.
-    Targets, and what else the loss is given, are whole on each rank, but a `ref_w` with its `ref_b`,
-    which are shards too. A loss of your own is called as loss(w, x, ..., b=b, group=group).
+    Targets, and what else the loss is given, are whole on each rank; but `ref_w` and `ref_b`, the
+    head of a reference, are shards too. A loss of your own is called as loss(w, x, ..., b=b,
+    group=group).
 
     Args:
         input_layouts: how x lies: Replicate(), or Shard(1) behind a sequence parallel norm, for

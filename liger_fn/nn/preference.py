@@ -4,7 +4,8 @@
 
 An option is a keyword of the function that takes no tensor. Options are checked when the module is
 made, by a call on a batch of no rows. What belongs to a batch (y, advantages, ref_logp, n_valid) or
-to a weight (b, group) goes to the call. None owns a weight: `LMHead(d, v, loss=DPOLoss())` gives them that of the head.
+to a weight (b, group) goes to the call. None owns a weight: `LMHead(d, v, loss=DPOLoss())` gives
+them that of the head.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def kto_loss(
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
         accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
-        group: as in `fused_linear_logp`: w, b, ref_w and ref_b are this rank's shard, all else is whole.
+        group: as in `fused_linear_logp`: w, b, ref_w, ref_b are this rank's shard, the rest whole.
 
     Returns:
         float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
