@@ -7,7 +7,8 @@
                      vocabulary, on plain torch functions and on liger_fn
 
 Each line runs in processes of its own, gloo on a CPU, NCCL where there is a GPU for each. Time is
-the median of the slowest rank, peak what the worst rank held beyond what it had before.
+the median of the slowest rank, peak what the worst rank held beyond what it had before. A line that
+fails, or takes more than its seconds, says so in its row, and the next one runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 import liger_fn
 from tests.peak import peak, start_of_peak
@@ -35,7 +38,7 @@ from tests.peak import peak, start_of_peak
 ROOT = Path(__file__).parents[1]
 HEADS = {
     "cpu": [{"m": 1024, "d": 256, "v": 16384}, {"m": 4096, "d": 256, "v": 4096}],
-    "cuda": [{"m": 8192, "d": 4096, "v": 128256}, {"m": 32768, "d": 4096, "v": 128256}],
+    "cuda": [{"m": m, "d": 4096, "v": v} for v in (128256, 256000) for m in (8192, 32768)],
 }
 MODELS = {"cpu": {"v": 16384}, "cuda": {"v": 128256}}
 QUICK = [
@@ -56,15 +59,18 @@ def head(kind: str, device: torch.device, m: int, d: int, v: int) -> Step:
         w, x_ = shard.requires_grad_(), x.requires_grad_()
         torch.autograd.grad(liger_fn.fused_linear_ce(w, x_, y, group=group), (w, x_))
 
+    # without a copy, as FSDP; torch 2.13 has new names for both
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     mine = x[rank * m // n : (rank + 1) * m // n]
     targets = y[rank * m // n : (rank + 1) * m // n]
 
     def gathered() -> None:
         w = torch.empty(v // n * n, d, device=device, dtype=dtype)
-        dist.all_gather([*w.chunk(n)], shard)
+        gather(w, shard)
         w, x_ = w.requires_grad_(), mine.detach().requires_grad_()
         dw, _ = torch.autograd.grad(liger_fn.fused_linear_ce(w, x_, targets, n_valid=m), (w, x_))
-        dist.reduce_scatter(torch.empty_like(shard), [*dw.chunk(n)])
+        scatter(torch.empty_like(shard), dw)
 
     return sharded if kind == "sharded" else gathered
 
@@ -115,7 +121,7 @@ def be(rank: int, world: int, kind: str, case: tuple[str, str, dict[str, int]], 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo", init_method=f"file://{home}/meet", rank=rank,
-        world_size=world,
+        world_size=world, device_id=device if kind == "cuda" else None,
     )  # fmt: skip
     what, how, sizes = case
     torch.manual_seed(rank)
@@ -137,13 +143,42 @@ def be(rank: int, world: int, kind: str, case: tuple[str, str, dict[str, int]], 
     dist.destroy_process_group()
 
 
+def measured(
+    world: int, kind: str, case: tuple[str, str, dict[str, int]], seconds: float
+) -> tuple[str, str]:
+    """Time and peak of one case on ranks of its own, or why there is neither."""
+    with tempfile.TemporaryDirectory() as home:
+        ranks = spawn(be, (world, kind, case, home), nprocs=world, join=False)
+        end = time.monotonic() + seconds
+        try:
+            while not ranks.join(1.0):
+                if time.monotonic() > end:
+                    return f"not done in {seconds:g} s", "-"
+            ms, mib = json.loads(Path(home, "found").read_text())
+        except ProcessException as error:
+            named = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", str(error), re.MULTILINE)
+            return [*str(error).split("\n")[:1], *named][-1][:100].replace("|", " "), "-"
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+    return f"{ms:.1f}", f"{mib:.0f}"
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks distributed", description=__doc__)
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", help="default: 2 and 4, on GPUs that exist")
+    add("--what", choices=["head", "model"], help="only these lines")
+    add("--seconds", type=float, default=150.0, help="that a line may take (default 150)")
+    add("--out", type=Path, help="file of the table")
+    add("--quick", action="store_true", help="two tiny lines, to see that it runs")
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> str:
     """Measure all lines, print them as a table and return it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks distributed", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", help="default: 2 and 4, on GPUs that exist")
-    parser.add_argument("--out", type=Path, help="file of the table")
-    parser.add_argument("--quick", action="store_true", help="two tiny lines, to see that it runs")
-    given = parser.parse_args(arguments)
+    given = options().parse_args(arguments)
     gpus = torch.cuda.device_count()
     kind = "cuda" if gpus > 1 else "cpu"
     worlds = given.ranks or [n for n in (2, 4, 8) if n <= (gpus if kind == "cuda" else 4)]
@@ -155,14 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> str:
     for world in worlds:
         for case in QUICK if given.quick else cases(kind):
             what, how, sizes = case
-            with tempfile.TemporaryDirectory() as home:
-                torch.multiprocessing.spawn(be, (world, kind, case, home), nprocs=world)
-                ms, mib = json.loads(Path(home, "found").read_text())
+            if given.what not in (None, what):
+                continue
+            ms, mib = measured(world, kind, case, given.seconds)
             shape = " ".join(f"{k} {n}" for k, n in sizes.items())
-            lines.append(f"| {world} | {what}, {how} | {shape} | {ms:.1f} | {mib:.0f} |")
+            lines.append(f"| {world} | {what}, {how} | {shape} | {ms} | {mib} |")
             print(lines[-1], file=sys.stderr, flush=True)
+            if given.out:  # after each, so that a run that is cut short leaves what it has
+                given.out.write_text("\n".join(lines) + "\n")
     text = "\n".join(lines) + "\n"
     print(text)
-    if given.out:
-        given.out.write_text(text)
     return text

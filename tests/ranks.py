@@ -2,7 +2,8 @@
 
 A process starts in seconds, so the ranks of one world run all tests that were asked for, one after
 another, and leave what came of them in a folder that the workers of pytest-xdist share. They speak
-gloo over the loopback device, or NCCL where there are GPUs enough.
+gloo over the loopback device, or NCCL where there is a GPU for each: on two GPUs the world of 2
+speaks NCCL, and that of 4 runs on the CPU, kernels in the interpreter.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _spawn(module: str, world: int, home: Path, names: list[str]) -> dict[str, s
     for old in home.glob("rank*"):
         old.unlink()
     (home / "meet").unlink(missing_ok=True)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD": str(world)}
+    env = environment(world, torch.cuda.device_count())
     command = [sys.executable, "-m", "tests.ranks", module, str(home), *names]
     with (home / "log").open("wb") as log:
         ranks = subprocess.Popen(
@@ -96,6 +97,15 @@ def _spawn(module: str, world: int, home: Path, names: list[str]) -> dict[str, s
             return {**found, name: "\n".join([late, *bad, tail])}
         found[name] = ""
     return found
+
+
+def environment(world: int, gpus: int) -> dict[str, str]:
+    """Of the ranks of a world: with a GPU for each, or with none."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD": str(world)}
+    if gpus >= world:
+        env.pop("TRITON_INTERPRET", None)
+        return env
+    return {**env, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def device() -> torch.device:

@@ -209,13 +209,20 @@ def test_rates() -> None:
     assert found["matmul"] == max(found["products"].values()) > 0
 
 
-@pytest.mark.slow  # four fresh processes
+@pytest.mark.slow  # six fresh processes
 def test_sharded_heads_are_measured_on_ranks(tmp_path):
     out = tmp_path / "table.md"
     text = distributed.main(["--quick", "--ranks", "2", "--out", str(out)])
     assert out.read_text() == text
     for how in ("gathered", "sharded"):
         assert re.search(rf"\| 2 \| head, {how} \| m 64 d 16 v 32 \| [\d.]+ \| \d+ \|", text)
+    why, _ = distributed.measured(2, "cpu", ("head", "sharded", {"m": 4, "d": 8, "v": 3}), 60)
+    assert why.startswith("ValueError: fused_linear_ce: w must be the shard of rank 0 of 2")
+
+
+def test_a_line_that_takes_too_long_is_a_row_that_says_so():
+    case = ("head", "sharded", {"m": 4, "d": 8, "v": 4})
+    assert distributed.measured(2, "cpu", case, 0.0) == ("not done in 0 s", "-")
 
 
 def test_a_whole_model_is_trained_in_each_variant():

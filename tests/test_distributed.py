@@ -27,7 +27,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 import liger_fn
-from liger_fn.nn import FusedLinearCrossEntropyLoss, LMHead, ORPOLoss, RMSNorm, VocabParallelHead
+from liger_fn.nn import (
+    DPOLoss,
+    FusedLinearCrossEntropyLoss,
+    GRPOLoss,
+    JSDLoss,
+    LMHead,
+    ORPOLoss,
+    RMSNorm,
+    VocabParallelHead,
+)
 from liger_fn.ops import _chunked
 from tests.ranks import device, on_ranks
 
@@ -693,31 +702,120 @@ def test_more_ranks_than_columns_leave_some_with_none_and_halves_keep_their_digi
             assert (got - want).norm() <= bound
 
 
-@on_ranks
-def test_losses_of_post_training_are_algebra_on_log_probabilities_of_a_sharded_vocabulary():
+def post_training() -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Losses of 4 sequences of 3 tokens: arguments behind w, x and y, and those by keyword."""
+    ref, old, good = draw(4, 3) - 2, draw(4, 3) - 2, torch.arange(4, device=device()) % 2 == 0
+    head_ = {"ref_w": draw(VOCAB, 5), "ref_x": draw(4, 3, 5), "ref_b": draw(VOCAB)}
+    y = torch.arange(6, device=device()).view(2, 3)
+    return {
+        "dpo": ("dpo_loss", (), {"ref_logp": ref, "nll_weight": 0.3, "n_valid": 3}),
+        "dpo, a head": ("dpo_loss", (), {**head_, "loss_type": ["ipo", "hinge"], "softcap": 4.0}),
+        "dpo, weighed": ("dpo_loss", (), {**head_, "wpo": True}),
+        "dpo, sorted": ("dpo_loss", (), {"ref_logp": ref, "loss_type": "aot"}),
+        "orpo": ("orpo_loss", (), {"logit_scale": 0.5}),
+        "cpo": ("cpo_loss", (), {"temperature": 0.7}),
+        "simpo": ("simpo_loss", (), {}),
+        "kto": ("kto_loss", (good,), {"ref_logp": ref, "kl": 0.1}),
+        "kto, a head": ("kto_loss", (good,), {
+            **head_, "kl_x": draw(2, 3, 8), "kl_y": y, "kl_ref_x": draw(2, 3, 5),
+        }),
+        "grpo": ("grpo_loss", (draw(4),), {"old_logp": old}),
+        "grpo, a head": ("grpo_loss", (draw(4),), {**head_, "beta": 0.1, "loss_type": "cispo"}),
+    }  # fmt: skip
+
+
+def sequences() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(4)
-    w0, x0, y = draw(VOCAB, 8), draw(4, 3, 8), torch.randint(VOCAB, (4, 3)).to(device())
-    ref, old = draw(4, 3) - 2, draw(4, 3) - 2
-    advantages = draw(4)
+    y = torch.randint(VOCAB, (4, 3)).to(device())
+    y[1, 2] = y[2, 0] = -100
+    return draw(VOCAB, 8), draw(4, 3, 8), y, draw(VOCAB)
+
+
+@on_ranks
+def test_losses_of_post_training_and_their_metrics_on_a_sharded_vocabulary_are_those_of_the_whole():
+    def check(name: str, chunk: int | None, some: list[Any]) -> None:
+        loss, args, given = cases[name]
+        f, metrics = (getattr(liger_fn, n) for n in (loss, f"{loss}_with_metrics"))
+        given = {**given, "chunk": chunk}
+        w, x, b = leaves(w0, x0, b0)
+        want = metrics(w, x, y, *args, b=b, **given)
+        (want.loss * 3).backward()
+        for cut, i, j in some:
+            mine = {k: t[i:j] for k, t in given.items() if k in ("ref_w", "ref_b")}
+            mine = {**given, **mine, "group": (line(), cut)}
+            ws, xs, bs = leaves(w0[i:j], x0, b0[i:j])
+            got = metrics(ws, xs, y, *args, b=bs, **mine)
+            for g, t in zip(got, want, strict=True):
+                close(g.detach(), t.detach())
+            (got.loss * 3).backward()
+            close(xs.grad, x.grad)
+            close(ws.grad, w.grad[i:j])
+            close(bs.grad, b.grad[i:j])
+            close(f(ws, xs, y, *args, b=bs, **mine).detach(), want.loss.detach())
+
+    w0, x0, y, b0 = sequences()
+    cases = post_training()
+    few = dist.get_world_size() == 2 or device().type == "cuda"
+    for name in cases:
+        for chunk in (2, 6) if few else (6,):  # less than a sequence, a pair at a time
+            check(name, chunk, cuts(VOCAB))
+    if few:
+        with liger_fn.using("triton"):
+            for name in ("dpo, weighed", "orpo", "kto, a head"):
+                check(name, None, cuts(VOCAB)[1:])
+
+
+@on_ranks
+def test_a_loss_of_post_training_on_a_sharded_vocabulary_takes_two_small_collectives_a_chunk():
+    w0, x0, y, _ = sequences()
     (cut, i, j), _ = cuts(VOCAB)
-    losses: list[Callable[[Tensor], Tensor]] = [
-        lambda logp: liger_fn.dpo_from_logp(logp, y, ref),
-        lambda logp: liger_fn.orpo_from_logp(logp, y),
-        lambda logp: liger_fn.cpo_from_logp(logp, y),
-        lambda logp: liger_fn.simpo_from_logp(logp, y),
-        lambda logp: liger_fn.kto_from_logp(logp, y, advantages > 0, ref, kl=0.1),
-        lambda logp: liger_fn.grpo_from_logp(logp, y, advantages, old_logp=old),
-    ]
-    for loss in losses:
-        w, x = leaves(w0, x0)
-        want = loss(liger_fn.fused_linear_logp(w, x, y))
-        want.backward()
-        ws, xs = leaves(w0[i:j], x0)
-        got = loss(liger_fn.fused_linear_logp(ws, xs, y, group=(line(), cut)))
-        got.backward()
-        close(got.detach(), want.detach())
-        close(ws.grad, w.grad[i:j])
-        close(xs.grad, x.grad)
+    ws, xs = leaves(w0[i:j], x0)
+    for chunk, n in ((12, 1), (6, 2)):
+        with spied() as seen:
+            loss = liger_fn.orpo_loss(ws, xs, y, chunk=chunk, group=(line(), cut))
+        assert seen == [("all_gather", 12 // n * 6 * 8)] * 2 * n
+        with spied() as seen:
+            loss.backward()
+        assert seen == [("all_reduce", x0.numel() * 8)]
+    with spied() as seen, torch.no_grad():
+        liger_fn.orpo_loss(ws, xs, y, group=(line(), cut))
+    assert seen == [("all_gather", 12 * 6 * 8)]
+
+
+@on_ranks
+def test_a_loss_of_post_training_on_a_sharded_vocabulary_composes_and_refuses_what_it_cannot():
+    w0, x0, y, _ = sequences()
+    (cut, i, j), _ = cuts(VOCAB)
+    group, ref = (line(), cut), draw(4, 3) - 2
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return liger_fn.dpo_loss(w, x, y, ref_logp=ref, group=group)
+
+    w, x = leaves(w0, x0)
+    liger_fn.dpo_loss(w, x, y, ref_logp=ref).backward()
+    dw, dx = torch.func.grad(loss, (0, 1))(w0[i:j], x0)
+    close(dw, w.grad[i:j])
+    close(dx, x.grad)
+    ws, xs = leaves(w0[i:j], x0)
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(ws, xs).backward()
+    close(ws.grad, w.grad[i:j])
+    close(xs.grad, x.grad)
+    with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
+        torch.func.jvp(loss, (w0[i:j], x0), (w0[i:j], x0))
+    (g,) = torch.autograd.grad(loss(ws, xs), ws, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
+        g.sum().backward()
+    wanted = rf"must be the shard of rank {dist.get_rank()} of .* {j - i} of {VOCAB} columns, got"
+    for name, args, given in post_training().values():
+        given = {k: t for k, t in given.items() if k != "ref_b"}
+        f = getattr(liger_fn, name)
+        with pytest.raises(ValueError, match=rf"{name}: w {wanted} {VOCAB}"):
+            f(w0, x0, y, *args, group=group, **given)
+        if "ref_w" in given:
+            with pytest.raises(ValueError, match=rf"{name}: ref_w {wanted} {VOCAB}"):
+                f(w0[i:j], x0, y, *args, group=group, **given)
+    with pytest.raises(TypeError, match=r"orpo_loss: group must be .process group or mesh, v"):
+        liger_fn.orpo_loss(w0[i:j], x0, y, group=line())
 
 
 # -- models under tensor and sequence parallel plans -----------------------------------------------
@@ -744,25 +842,35 @@ def test_one_line_of_a_plan_shards_the_head_over_the_vocabulary():
         assert [p.placements for p in model.parameters()] == [(Shard(0),)] * (1 + bias)
     with pytest.raises(TypeError, match=r"must be a liger_fn.nn.LMHead, got Linear"):
         parallelize_module(nn.Linear(8, VOCAB), line(), VocabParallelHead())
-    with pytest.raises(TypeError, match=r"loss of the head must take group, got ORPOLoss\("):
-        parallelize_module(LMHead(8, VOCAB, loss=ORPOLoss()), line(), VocabParallelHead())
+    with pytest.raises(TypeError, match=r"loss of the head must take group, .* got JSDLoss\("):
+        parallelize_module(LMHead(8, VOCAB, loss=JSDLoss()), line(), VocabParallelHead())
 
 
 @on_ranks
-def test_a_sharded_head_forms_a_loss_of_post_training_that_hands_the_group_on():
-    def orpo(w: Tensor, x: Tensor, y: Tensor, **head: Any) -> Tensor:
+def test_a_sharded_head_forms_a_loss_of_post_training_and_one_of_your_own():
+    def own(w: Tensor, x: Tensor, y: Tensor, **head: Any) -> Tensor:
         return liger_fn.orpo_from_logp(liger_fn.fused_linear_logp(w, x, y, **head), y, beta=0.3)
 
-    h, hs = leaves(*[draw(4, 3, 8)] * 2)
-    y = torch.arange(12).view(4, 3).to(device()) % VOCAB
-    plain, model = LMHead(8, VOCAB, loss=ORPOLoss(beta=0.3)), LMHead(8, VOCAB, loss=orpo)
-    plain, model = plain.double().to(device()), model.double().to(device())
-    model.load_state_dict(plain.state_dict())
-    model = parallelize_module(model, line(), VocabParallelHead())
-    for head_, t in ((plain, h), (model, hs)):
-        head_(t, y).backward()
-    close(hs.grad, h.grad)
-    agree(model, plain)
+    _, x, y, _ = sequences()
+    ref = LMHead(8, VOCAB).double().to(device())
+    of_ref = {"ref_w": ref.weight.detach(), "ref_b": ref.bias.detach(), "ref_x": x - 1}
+    (_, i, j), _ = cuts(VOCAB)
+    of_shard = {k: t if k == "ref_x" else t[i:j] for k, t in of_ref.items()}
+    cases = [
+        (ORPOLoss(beta=0.3), own, (), {}, {}),
+        (DPOLoss(), DPOLoss(), (), of_ref, of_shard),
+        (GRPOLoss(beta=0.1), GRPOLoss(beta=0.1), (draw(4),), of_ref, of_shard),
+    ]
+    for loss, sharded, args, whole, mine in cases:
+        h, hs = leaves(x, x)
+        plain = LMHead(8, VOCAB, loss=loss).double().to(device())
+        model = LMHead(8, VOCAB, loss=sharded).double().to(device())
+        model.load_state_dict(plain.state_dict())
+        model = parallelize_module(model, line(), VocabParallelHead())
+        plain(h, y, *args, **whole).backward()
+        model(hs, y, *args, **mine).backward()
+        close(hs.grad, h.grad)
+        agree(model, plain)
 
 
 @on_ranks

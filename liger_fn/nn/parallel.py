@@ -25,8 +25,9 @@ class VocabParallelHead(ParallelStyle):
 
     The weight becomes a DTensor, Shard(0), cut as torch cuts. `head(x, y)` is then a vocabulary
     parallel `fused_linear_ce`: no logits in memory and none sent. `head(x)` gathers logits.
-    Targets, and what else the loss is given, are whole on each rank. A loss of the head's own is
-    called as loss(w, x, ..., b=b, group=group); docs/distributed.md has one of post-training.
+    Targets, and what else the loss is given, are whole on each rank; but `ref_w` and `ref_b`, the
+    head of a reference, are shards too. A loss of your own is called as loss(w, x, ..., b=b,
+    group=group).
 
     Args:
         input_layouts: how x lies: Replicate(), or Shard(1) behind a sequence parallel norm, for
@@ -73,14 +74,13 @@ def _partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 def _check_loss(loss: Any) -> None:
     """Hold the loss of a head to one that knows shards."""
-    # losses of post-training hand all keywords to their function
+    # a HeadLoss hands all keywords to its function
     f = getattr(loss, "function", getattr(loss, "forward", loss))
     takes = inspect.signature(f).parameters
     if "group" not in takes and all(p.kind is not p.VAR_KEYWORD for p in takes.values()):
         raise TypeError(
-            f"VocabParallelHead: the loss of the head must take group, got {loss}: one of "
-            "post-training is a function of yours that calls its *_from_logp on "
-            "fused_linear_logp(w, x, y, b=b, group=group)"
+            f"VocabParallelHead: the loss of the head must take group, as cross entropy and those "
+            f"of preference and policy do, got {loss}"
         )
 
 

@@ -3,8 +3,9 @@
     DPOLoss(beta=0.2)(w, x, y, ref_logp=ref) = dpo_loss(w, x, y, ref_logp=ref, beta=0.2)
 
 An option is a keyword of the function that takes no tensor. Options are checked when the module is
-made, by a call on a batch of no rows. What belongs to a batch (y, advantages, ref_logp, n_valid)
-goes to the call. None owns a weight: `LMHead(d, v, loss=DPOLoss())` gives them that of the head.
+made, by a call on a batch of no rows. What belongs to a batch (y, advantages, ref_logp, n_valid) or
+to a weight (b, group) goes to the call. None owns a weight: `LMHead(d, v, loss=DPOLoss())` gives
+them that of the head.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class HeadLoss(nn.Module):
         super().__init_subclass__()
         found = inspect.signature(cls.function).parameters.values()
         keywords = [p for p in found if p.kind is p.KEYWORD_ONLY]
-        cls.defaults = {p.name: p.default for p in keywords if "Tensor" not in str(p.annotation)}
+        fixed = [p for p in keywords if "Tensor" not in str(p.annotation) and p.name != "group"]
+        cls.defaults = {p.name: p.default for p in fixed}
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

@@ -86,15 +86,7 @@ def _row(
         if STATS:
             plain += tl.sum(tl.where(by_lane(mask), z, 0.0), 1)
             ahead += ahead_in_lanes(z, zy, k + first, y)
-            new = tl.maximum(tops, tl.max(z, 1))
-            shift = tl.where(new == -float("inf"), 0.0, new)
-            along, squares = shifted(along, squares, total, tops, shift)
-            u = z - shift[:, None]
-            e = tl.exp(u)
-            along += tl.sum(tl.where(e == 0.0, 0.0, e * u), 1)
-            squares += tl.sum(e * e, 1)
-            total = total * tl.exp(tops - shift) + tl.sum(e, 1)
-            tops = new
+            tops, total, along, squares = online_stats(tops, total, along, squares, z)
         else:
             tops, total = online(tops, total, z, 1.0)
     top, sums = whole(tops, total, 1.0)
@@ -109,6 +101,18 @@ def _row(
     return (
         zy - top, top, logsum, logsum - tl.sum(along) / sums, sum_sq, tl.sum(plain) / v, before == 0
     )  # fmt: skip
+
+
+@triton.jit
+def online_stats(top, total, along, squares, z):
+    """Take a block, by lane: what `online` does, and sums of exp(u) * u and exp(2 u)."""
+    new = tl.maximum(top, tl.max(z, 1))
+    shift = tl.where(new == -float("inf"), 0.0, new)
+    along, squares = shifted(along, squares, total, top, shift)
+    u = z - shift[:, None]
+    e = tl.exp(u)
+    along += tl.sum(tl.where(e == 0.0, 0.0, e * u), 1)
+    return new, total * tl.exp(top - shift) + tl.sum(e, 1), along, squares + tl.sum(e * e, 1)
 
 
 @triton.jit

@@ -8,6 +8,9 @@ gradients are formed in the forward pass, as those of a cross entropy are:
 one row pass gives logp, plain torch differentiates f for c, a number for each token, and a second
 row pass turns z into dz: 3 products. Beyond that `fused_linear_logp` goes over the tokens twice: 4
 products, in a memory that does not grow with the length of a sequence.
+
+On a shard of the vocabulary each row pass gathers its statistics over the ranks: two exchanges a
+chunk, one without gradients. What follows from logp is alike on all ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ import torch
 from torch import Tensor
 
 from liger_fn._math import wide
-from liger_fn._vjp import custom_vjp, derivative, plain
+from liger_fn._vjp import derivative, plain
 from liger_fn.ops._chunked import Chunk, Rows, chunk_size, product_dtype
-from liger_fn.ops._linear_rules import formed_fake, settled
+from liger_fn.ops._collectives import shard_of
+from liger_fn.ops._linear_rules import formed_fake, head_rule, settled
 from liger_fn.ops._logp import logp_loop, logp_passes
 from liger_fn.ops._sequences import Head
+from liger_fn.ops._vocab_parallel import logp_rows, passes
 from liger_fn.ops.fused_linear_logp import fused_linear_logp
 
 # (logp (n, t), y (n, t), *tensors, **options) to a sum over sequences: plain torch. Tensors are
@@ -51,14 +56,20 @@ def logp_loss(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the loss of that name, with gradients for w, x and b, and logp without any."""
     f, together = _ALGEBRA[name]
-    compute = product_dtype(w, x, b)
-    fit = head.chunk or chunk_size(w.shape[0], compute, x.device)
+    compute, widest = product_dtype(w, x, b), w.shape[0]
+    shard: dict[str, Any] = {}
+    if head.group is not None:
+        place, widest = shard_of(name, head.group, widest, "w")
+        shard = place._asdict()
+    fit = head.chunk or chunk_size(widest, compute, x.device)
     tensors = tuple(None if t is None else t.detach() for t in tensors)
     tensors += (None,) * (_TENSORS - len(tensors))
     if 0 < together * y.shape[1] <= fit and y.shape[0] > 0 and not plain():
-        loss, logp = _rule(
+        how = {**head._asdict(), "chunk": fit if shard else head.chunk or 0}  # alike on all ranks
+        del how["group"]
+        loss, logp = _rules[bool(shard)](
             w, x, b, y.long(), *tensors, loss=_spell(name, tuple(options.items())),
-            compute=compute, **{**head._asdict(), "chunk": head.chunk or 0},
+            compute=compute, **how, **shard,
         )  # fmt: skip
         return loss, logp.detach()
     logp = fused_linear_logp(w, x, y, b=b, **head._asdict())
@@ -184,13 +195,14 @@ def _late_flops(d_loss: Any, d_logp: Any, w: Any, x: Any, *_: Any, wanted: Any, 
     return 0 if d_logp is None else _flops(w, x, wanted=wanted)
 
 
-_rule = custom_vjp(
-    "logp_loss",
-    fwd={backend: functools.partial(_fwd, rows) for backend, rows in logp_passes(False).items()},
-    bwd={backend: functools.partial(_bwd, rows) for backend, rows in logp_passes(False).items()},
-    differentiable=("w", "x", "b"),
-    outputs=2,
-    opaque=True,
-    fake=_fake,
-    flops=(_flops, _late_flops),
+def _rule(name: str, rows: dict[Any, Rows], shard: bool = False) -> Callable[..., Any]:
+    return head_rule(
+        name, rows, _fwd, _bwd, outputs=2, fake=_fake, flops=(_flops, _late_flops), shard=shard
+    )
+
+
+# of all columns, and of a shard of them
+_rules = (
+    _rule("logp_loss", logp_passes(False)),
+    _rule("logp_loss_shard", passes(logp_rows, stats=False), shard=True),
 )

@@ -21,6 +21,7 @@ from liger_fn._check import check_positive, check_tensors
 from liger_fn._math import wide
 from liger_fn.ops._ce import divisor
 from liger_fn.ops._chunked import check_head
+from liger_fn.ops._collectives import Vocab, shard_of
 from liger_fn.ops.fused_linear_logp import fused_linear_logp
 
 EXP_MAX = 60.0
@@ -35,6 +36,7 @@ class Head(NamedTuple):
     ignore_index: int
     chunk: int | None
     accum_dtype: torch.dtype = torch.float32
+    group: Vocab | None = None
 
 
 class Reference(NamedTuple):
@@ -71,6 +73,10 @@ def check_sequences(
         op, x=(x, f"{first} t d"), ref_logp=(ref.logp, f"? {first}{'' if whole else ' t'}"),
         ref_w=(ref.w, "? v e"), ref_x=(ref.x, f"? {first} t e"), ref_b=(ref.b, "? v"),
     )  # fmt: skip
+    if head.group is not None:
+        for name, t in (("w", w), ("ref_w", ref.w)):
+            if t is not None:
+                shard_of(op, head.group, t.shape[0], name)
 
 
 def head_logp(w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head) -> Tensor:

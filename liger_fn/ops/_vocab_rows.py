@@ -3,13 +3,15 @@
     z = transformed logits of the shard / temperature                  (m, width)
     at = the place of y in it, -1 where y is elsewhere, -2 where a row is ignored
 
-    statistics of a row: top, sum(exp(u)), z[at], first column at top, sum(c * u), sum(c)
-                         and with `stats` sum(exp(u) * u), sum(exp(u)**2), sum(z)      u = z - top
+    statistics of a row: top, sum(exp(u)), z[at], first column at top, then for smoothed labels
+                         sum(c * u), sum(c), and with `stats`
+                         sum(exp(u) * u), sum(exp(u)**2), sum(z)                       u = z - top
 
     dz = p * (P + Q * logp) + R * p**2 + T * onehot(at) + M * c     logp = (z - top) - logsum
 
 with top and logsum global and P, Q, R, T, M numbers of the row: what cross entropy and the
-log-probabilities pull back has this form. c weighs columns, 1 without.
+log-probabilities pull back has this form. c weighs columns, 1 without. Statistics are kept by lane
+(`_math`) while a row is read, joined once: threads exchange nothing inside the loop.
 """
 
 from __future__ import annotations
@@ -18,9 +20,18 @@ import torch
 from torch import Tensor
 
 from liger_fn._launch import contiguous, launch, row_tile, tl, triton
-from liger_fn._math import capped, capped_slope, load_capped, wide
+from liger_fn._math import (
+    by_lane,
+    capped,
+    capped_slope,
+    load_capped,
+    of_lanes,
+    online,
+    whole,
+    wide,
+)
 from liger_fn.ops._ce import Row, slope, transformed
-from liger_fn.ops._logp import shifted
+from liger_fn.ops._logp import online_stats, shifted
 
 PLAIN, WITH_STATS = 6, 9  # columns of the statistics
 
@@ -76,8 +87,8 @@ def gradient_ref(
 
 @triton.jit
 def _statistics_kernel(
-    z_ptr, at_ptr, c_ptr, out_ptr, v, start, SCALE: tl.constexpr, CAP: tl.constexpr,
-    COLD: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, at_ptr, c_ptr, out_ptr, v, start, SMOOTHED: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, COLD: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -86,46 +97,72 @@ def _statistics_kernel(
     at = tl.load(at_ptr + row)
     n = tl.where(at == -2, 0, v)  # an ignored row is not read
     d: tl.constexpr = out_ptr.dtype.element_ty
-    zeros = tl.zeros((BLOCK,), d)
-    top = tl.full((), -float("inf"), d)
-    first = tl.full((), 0, tl.int32)
-    total, spread, weights, along, squares, plain = zeros, zeros, zeros, zeros, zeros, zeros
+    zero, lanes = of_lanes(tl.full((), 0.0, d), BLOCK), tl.min(by_lane(col), 1)
+    tops, begins = zero - float("inf"), of_lanes(tl.full((), 0, tl.int32), BLOCK)
+    total, spread, weights, along, squares, plain = zero, zero, zero, zero, zero, zero
     for k in range(0, n, BLOCK):
         mask = k + col < v
-        z = load_capped(z_ptr + k + col, mask, SCALE, CAP) * COLD
-        c = tl.where(mask, 1.0, 0.0).to(d)
-        if c_ptr is not None:
-            c = tl.load(c_ptr + k + col, mask, other=0.0).to(d)
-        plain += tl.where(mask, z, 0.0)
-        best = tl.max(z)
-        here = tl.min(tl.where(z == best, k + col, v))
-        first = tl.where(best > top, here, first)
-        new = tl.maximum(top, best)
-        shift = tl.where(new == -float("inf"), 0.0, new)
-        down = tl.where(top == -float("inf"), 0.0, top - shift)  # nothing seen so far: sums are 0
-        u = tl.where(mask, z - shift, 0.0)
-        e = tl.exp(z - shift)
-        spread += weights * down + tl.where(mask, c * u, 0.0)
-        weights += c
+        z = by_lane(load_capped(z_ptr + k + col, mask, SCALE, CAP) * COLD)
+        begins = tl.where(tl.max(z, 1) > tops, k + lanes, begins)
+        if SMOOTHED:
+            spread, weights = _spread(spread, weights, tops, z, c_ptr, k + col, v, v - k - lanes)
         if COLUMNS > 6:
-            along, squares = shifted(along, squares, total, top, shift)
-            along += tl.where(e == 0.0, 0.0, e * u)
-            squares += e * e
-        total = total * tl.exp(top - shift) + e
-        top = new
+            plain += tl.sum(tl.where(by_lane(mask), z, 0.0), 1)
+            tops, total, along, squares = online_stats(tops, total, along, squares, z)
+        else:
+            tops, total = online(tops, total, z, 1.0)
+    top, sums = whole(tops, total, 1.0)
+    begin = tl.min(tl.where(tops == top, begins, v))
+    first = _first(z_ptr, n, top, begin, SCALE, CAP, COLD, BLOCK)
     zy = tl.full((), 0.0, d)
     if at >= 0:
         zy = (capped(tl.load(z_ptr + at), SCALE, CAP) * COLD).to(d)
     tl.store(out_ptr, top)
-    tl.store(out_ptr + 1, tl.sum(total))
+    tl.store(out_ptr + 1, sums)
     tl.store(out_ptr + 2, zy)
     tl.store(out_ptr + 3, (first + start).to(d))
-    tl.store(out_ptr + 4, tl.sum(spread))
+    tl.store(out_ptr + 4, tl.sum(spread + weights * _down(tops, top)))
     tl.store(out_ptr + 5, tl.sum(weights))
     if COLUMNS > 6:
+        shift = tl.where(top == -float("inf"), 0.0, top)
+        along, squares = shifted(along, squares, total, tops, shift)
         tl.store(out_ptr + 6, tl.sum(along))
         tl.store(out_ptr + 7, tl.sum(squares))
         tl.store(out_ptr + 8, tl.sum(plain))
+
+
+@triton.jit
+def _down(top, new):
+    """From one maximum to a larger one; 0 where nothing is seen so far: the sums are 0."""
+    return tl.where(top == -float("inf"), 0.0, top - new)
+
+
+@triton.jit
+def _spread(spread, weights, top, z, c_ptr, col, v, left):
+    """Take a block, by lane, into sums of c * (z - top) and of c, before `top` takes it.
+
+    `left` columns remain from the first of each lane on: to sum up a mask takes shared memory.
+    """
+    new = tl.maximum(top, tl.max(z, 1))
+    shift = tl.where(new == -float("inf"), 0.0, new)
+    gap = tl.where(by_lane(col < v), z - shift[:, None], 0.0)
+    own = tl.minimum(tl.maximum(left, 0), z.shape[1]).to(z.dtype)
+    if c_ptr is not None:
+        c = by_lane(tl.load(c_ptr + col, col < v, other=0.0).to(z.dtype))
+        gap, own = gap * c, tl.sum(c, 1)
+    return spread + weights * _down(top, shift) + tl.sum(gap, 1), weights + own
+
+
+@triton.jit
+def _first(
+    z_ptr, n, top, begin, SCALE: tl.constexpr, CAP: tl.constexpr, COLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first column at `top`, in the lane that begins at `begin`."""
+    LANE: tl.constexpr = 8 if BLOCK >= 8 else BLOCK
+    col = begin + tl.arange(0, LANE)
+    z = load_capped(z_ptr + col, col < n, SCALE, CAP) * COLD
+    return tl.min(tl.where(z == top, col, begin + LANE))
 
 
 @triton.jit
@@ -161,8 +198,8 @@ def statistics_triton(
     out = z.new_empty(z.shape[0], columns, dtype=wide(z.dtype))
     launch(
         _statistics_kernel, (z.shape[0],), z, at, contiguous(c), out, z.shape[1], start,
-        SCALE=row.logit_scale, CAP=row.cap, COLD=1 / temperature, COLUMNS=columns,
-        **row_tile(z.shape[1], 4096),
+        SMOOTHED=row.label_smoothing != 0, SCALE=row.logit_scale, CAP=row.cap, COLD=1 / temperature,
+        COLUMNS=columns, **row_tile(z.shape[1], 2048 if stats else 4096),
     )  # fmt: skip
     return out
 

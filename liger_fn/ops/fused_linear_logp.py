@@ -111,8 +111,7 @@ def fused_linear_logp(
         group: (process group or one-dimensional mesh, v of the whole vocabulary): w and b are this
             rank's shard of rows, cut as `torch.chunk` cuts, or, with the width of each rank's shard
             in place of v, as you please. x and y are the same on all ranks, and so are the results;
-            w and b get the gradient of the shard. First derivatives only. Losses of post-training:
-            their `*_from_logp` on these results.
+            w and b get the gradient of the shard. First derivatives in reverse mode only.
 
     Returns:
         float32 (float64 for float64) log-probabilities (...), at most 0. A target outside [0, v)

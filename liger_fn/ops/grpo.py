@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_fn.ops._collectives import Vocab
 from liger_fn.ops._grpo import (
     GRPOMetrics,
     Options,
@@ -111,7 +112,7 @@ def grpo_loss(
     vespo_k: tuple[float, float] | None = None, vespo_lambda: tuple[float, float] | None = None,
     n_valid: float | Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
     logit_scale: float = 1.0, ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> Tensor:  # fmt: skip
     """Policy gradient loss of sampled sequences under a head, without its logits in memory.
 
@@ -143,6 +144,7 @@ def grpo_loss(
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
         accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
+        group: as in `fused_linear_logp`: w, b, ref_w, ref_b are this rank's shard, the rest whole.
 
     Returns:
         float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
@@ -168,7 +170,7 @@ def grpo_loss(
             loss_type, importance, eps_low, eps_high, delta, beta, sapo_temperatures, vespo_k,
             vespo_lambda, n_valid, ignore_index,
         ),
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype), False,
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group), False,
     )  # fmt: skip
     return grpo_reduced(terms, o)
 
@@ -183,7 +185,7 @@ def grpo_loss_with_metrics(
     vespo_k: tuple[float, float] | None = None, vespo_lambda: tuple[float, float] | None = None,
     n_valid: float | Tensor | None = None, temperature: float = 1.0, softcap: float | None = None,
     logit_scale: float = 1.0, ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> GRPOMetrics:  # fmt: skip
     """Return what `grpo_loss` does, and what one watches beside it.
 
@@ -204,7 +206,7 @@ def grpo_loss_with_metrics(
             loss_type, importance, eps_low, eps_high, delta, beta, sapo_temperatures, vespo_k,
             vespo_lambda, n_valid, ignore_index,
         ),
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype), True,
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group), True,
     )  # fmt: skip
     return grpo_metrics(grpo_reduced(terms, o), terms, entropy, o)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_fn.ops._collectives import Vocab
 from liger_fn.ops._logp_loss import algebra
 from liger_fn.ops._sequences import NO_REFERENCE, Head, preferred
 from liger_fn.ops.preference._pairs import (
@@ -99,7 +100,7 @@ def cpo_loss(
     n_valid: float | Tensor | None = None, nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> Tensor:  # fmt: skip
     """Contrastive preference optimisation of a head, without its logits in memory.
 
@@ -121,6 +122,7 @@ def cpo_loss(
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
         accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
+        group: as in `fused_linear_logp`: w and b are this rank's shard, the rest whole.
 
     Returns:
         float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
@@ -142,7 +144,7 @@ def cpo_loss(
     return _fused(
         "cpo_loss", w, x, y, b, beta, nll_weight, label_smoothing,
         average_logp, n_valid, nll_n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group),
     )[0]  # fmt: skip
 
 
@@ -153,7 +155,7 @@ def cpo_loss_with_metrics(
     n_valid: float | Tensor | None = None, nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> PairMetrics:  # fmt: skip
     """Return what `cpo_loss` does, and what one watches beside it.
 
@@ -170,7 +172,7 @@ def cpo_loss_with_metrics(
     loss, logp = _fused(
         "cpo_loss_with_metrics", w, x, y, b, beta, nll_weight, label_smoothing,
         average_logp, n_valid, nll_n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group),
     )  # fmt: skip
     pairs = read_pairs(
         logp, y, None, ignore_index=ignore_index, average=average_logp,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_fn.ops._collectives import Vocab
 from liger_fn.ops._logp_loss import algebra, pair_logp
 from liger_fn.ops._sequences import Head, Reference, head_logp, reference_logp
 from liger_fn.ops.fused_linear_logp import fused_linear_logp_with_stats
@@ -154,7 +155,7 @@ def dpo_loss(
     nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> Tensor:  # fmt: skip
     """Preference loss of pairs under a head and a frozen reference, without logits in memory.
 
@@ -187,6 +188,7 @@ def dpo_loss(
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
         accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
+        group: as in `fused_linear_logp`: w, b, ref_w, ref_b are this rank's shard, the rest whole.
 
     More of the options of pairs is with `dpo_from_logp`.
 
@@ -215,7 +217,7 @@ def dpo_loss(
             ld_alpha, average_logp, nll_weight,
         ),
         n_valid, nll_n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group),
     )[0]  # fmt: skip
 
 
@@ -230,7 +232,7 @@ def dpo_loss_with_metrics(
     nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> PairMetrics:  # fmt: skip
     """Return what `dpo_loss` does, and what one watches beside it.
 
@@ -251,7 +253,7 @@ def dpo_loss_with_metrics(
             ld_alpha, average_logp, nll_weight,
         ),
         n_valid, nll_n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group),
     )  # fmt: skip
     pairs = read_pairs(
         logp, y, ref_logp, ignore_index=ignore_index, average=average_logp, ld_alpha=ld_alpha,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from liger_fn._math import wide
 from liger_fn.ops._ce import divisor
+from liger_fn.ops._collectives import Vocab
 from liger_fn.ops._logp_loss import algebra, logp_loss, whole_logp
 from liger_fn.ops._sequences import Head, Reference, head_logp, reference_logp
 from liger_fn.ops.preference._kto import (
@@ -98,7 +99,7 @@ def kto_loss(
     average_logp: bool = False, n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> Tensor:  # fmt: skip
     """Kahneman-Tversky optimisation of a head and a frozen reference, without logits in memory.
 
@@ -129,6 +130,7 @@ def kto_loss(
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
         accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
+        group: as in `fused_linear_logp`: w, b, ref_w, ref_b are this rank's shard, the rest whole.
 
     Returns:
         float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
@@ -152,7 +154,7 @@ def kto_loss(
         "kto_loss", w, x, y, desirable, b, Reference(ref_logp, ref_w, ref_x, ref_b),
         Mismatched(kl, kl_x, kl_y, kl_ref_logp, kl_ref_x),
         Options(beta, desirable_weight, undesirable_weight, average_logp, n_valid, ignore_index),
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group),
     ).loss  # fmt: skip
 
 
@@ -165,7 +167,7 @@ def kto_loss_with_metrics(
     average_logp: bool = False, n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> KTOMetrics:  # fmt: skip
     """Return what `kto_loss` does, and what one watches beside it.
 
@@ -183,7 +185,7 @@ def kto_loss_with_metrics(
         "kto_loss_with_metrics", w, x, y, desirable, b, Reference(ref_logp, ref_w, ref_x, ref_b),
         Mismatched(kl, kl_x, kl_y, kl_ref_logp, kl_ref_x),
         Options(beta, desirable_weight, undesirable_weight, average_logp, n_valid, ignore_index),
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from liger_fn.ops._collectives import Vocab
 from liger_fn.ops._logp_loss import algebra
 from liger_fn.ops._sequences import NO_REFERENCE, Head, preferred
 from liger_fn.ops.preference._pairs import (
@@ -107,7 +108,7 @@ def orpo_loss(
     n_valid: float | Tensor | None = None, nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> Tensor:  # fmt: skip
     """Odds ratio preference optimisation of a head, without its logits in memory.
 
@@ -127,6 +128,7 @@ def orpo_loss(
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
         accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
+        group: as in `fused_linear_logp`: w and b are this rank's shard, the rest whole.
 
     Returns:
         float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
@@ -147,7 +149,7 @@ def orpo_loss(
     """
     return _fused(
         "orpo_loss", w, x, y, b, beta, average_logp, n_valid, nll_n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group),
     )[0]  # fmt: skip
 
 
@@ -157,7 +159,7 @@ def orpo_loss_with_metrics(
     n_valid: float | Tensor | None = None, nll_n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> PairMetrics:  # fmt: skip
     """Return what `orpo_loss` does, and what one watches beside it.
 
@@ -173,7 +175,7 @@ def orpo_loss_with_metrics(
     """
     loss, logp = _fused(
         "orpo_loss_with_metrics", w, x, y, b, beta, average_logp, n_valid, nll_n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group),
     )  # fmt: skip
     pairs = read_pairs(
         logp, y, None, ignore_index=ignore_index, average=average_logp,

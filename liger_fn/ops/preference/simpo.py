@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_fn.ops._collectives import Vocab
 from liger_fn.ops._logp_loss import algebra
 from liger_fn.ops._sequences import NO_REFERENCE, Head, preferred
 from liger_fn.ops.preference._pairs import (
@@ -89,7 +90,7 @@ def simpo_loss(
     n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> Tensor:  # fmt: skip
     """Simple preference optimisation of a head, without its logits in memory.
 
@@ -109,6 +110,7 @@ def simpo_loss(
         ignore_index: marks the tokens that do not count.
         chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
         accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
+        group: as in `fused_linear_logp`: w and b are this rank's shard, the rest whole.
 
     Returns:
         float32 scalar (float64 for float64), with gradients for w, x and b. NaN where a target is
@@ -129,7 +131,7 @@ def simpo_loss(
     """
     return _fused(
         "simpo_loss", w, x, y, b, beta, gamma_beta_ratio, average_logp, n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group),
     )[0]  # fmt: skip
 
 
@@ -139,7 +141,7 @@ def simpo_loss_with_metrics(
     n_valid: float | Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, group: Vocab | None = None,
 ) -> PairMetrics:  # fmt: skip
     """Return what `simpo_loss` does, and what one watches beside it.
 
@@ -155,7 +157,7 @@ def simpo_loss_with_metrics(
     """
     loss, logp = _fused(
         "simpo_loss_with_metrics", w, x, y, b, beta, gamma_beta_ratio, average_logp, n_valid,
-        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype),
+        Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group),
     )  # fmt: skip
     pairs = read_pairs(
         logp, y, None, ignore_index=ignore_index, average=average_logp,
