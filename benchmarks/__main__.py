@@ -3,6 +3,7 @@
 `python -m benchmarks report` then writes the page and the plots, for which no GPU is needed.
 `python -m benchmarks model` trains whole models.
 `python -m benchmarks distributed` measures what sharding costs and saves.
+`python -m benchmarks convergence` trains every family of models with and without liger_fn.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import distributed, model, store
+from benchmarks import convergence, distributed, model, store
 from benchmarks.cases import OPS, Case, cases, label
 from benchmarks.peers import Peer
 from benchmarks.report import report
@@ -102,5 +103,7 @@ if __name__ == "__main__":
         model.main(sys.argv[2:])
     elif sys.argv[1:2] == ["distributed"]:
         distributed.main(sys.argv[2:])
+    elif sys.argv[1:2] == ["convergence"]:
+        convergence.main(sys.argv[2:], commit())
     else:
         main()

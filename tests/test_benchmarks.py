@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import liger_fn
 from benchmarks import __main__ as harness
-from benchmarks import distributed, model, store
+from benchmarks import convergence, convergence_page, distributed, model, store
 from benchmarks.cases import OPS, cases
 from benchmarks.measure import Inputs, rates
+from benchmarks.orders import Doubled, Reordered
 from benchmarks.peers import Peer
 from benchmarks.report import DOC, floors, markdown, report
 from tests.table import ROWS
@@ -231,3 +233,74 @@ def test_a_whole_model_is_trained_in_each_variant():
     losses = (torch.tensor(found["losses"]) for found in (ours, plain))
     torch.testing.assert_close(*losses, rtol=2e-3, atol=0)  # bfloat16, another order of sums
     assert model.line(ours).startswith("| liger_fn | ")
+
+
+SUMS = {
+    "linear": lambda x, w: F.linear(x, w[:5]),
+    "linear with bias": lambda x, w: F.linear(x, w[:5], w[0, :5]),
+    "matmul": lambda x, w: torch.matmul(x, w),
+    "@": lambda x, w: x @ w,
+    "mean": lambda x, w: x.pow(2).mean(-1, keepdim=True) * w.sum(),
+    "softmax": lambda x, w: F.softmax(x, dim=-1) * w.sum(),
+    "layer_norm": lambda x, w: F.layer_norm(x, w.shape[:1], w[0], w[1], 1e-5),
+    "cross_entropy": lambda x, w: w.sum() * F.cross_entropy(x, torch.tensor([3, -100, 39, 0])),
+    "grouped_mm": lambda x, w: F.grouped_mm(x, w[None], offs=torch.tensor([4], dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_another_order_of_summation_is_the_same_mathematics(name):
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(4, 40, generator=g), torch.randn(40, 40, generator=g)
+
+    def results(seed: int) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        with Reordered(seed):
+            y = SUMS[name](*leaves)
+            return [y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)]
+
+    one, other = results(1), results(2)
+    assert any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_float64_stays_float64():
+    x = torch.randn(3, dtype=torch.float64)
+    with Doubled():
+        for y in (x.float(), x.to(torch.float32), F.softmax(x, dim=-1, dtype=torch.float32)):
+            assert y.dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_a_family_converges_as_plain_torch_does(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out, page = tmp_path / "results", tmp_path / "page.md"
+    command = ["--families", "llama", "--quick", "--processes", "1", "--out", str(out)]
+    file = convergence.main([*command, "--page", str(page)], "c0ffee")
+    rows = {row["shape"]: row for row in store.load(file)["rows"]}
+    for dtype, allowed in (("float32", 1e-4), ("bfloat16", 0.3)):
+        row = rows[dtype]
+        assert row["status"] == "ok", row
+        assert row["losses"]["torch"][-1] < row["losses"]["torch"][0]
+        for who in ("liger_fn", "torch"):
+            assert 0 < row["apart"][who][1] < allowed
+            assert 0 < row["error"][who][1] < allowed
+        assert f"{file.stem}-{dtype}.png" in page.read_text()
+        assert (out / f"{file.stem}-{dtype}.png").stat().st_size > 1000
+
+
+def test_verdicts_of_convergence() -> None:
+    def said(apart: float, error: float) -> str:
+        distances = {"liger_fn": [1.0, apart, 0.0], "torch": [1.0, 1.0, 0.0]}
+        errors = {"liger_fn": [1.0, error, 0.0], "torch": [1.0, 1.0, 0.0]}
+        return convergence_page.verdict({"apart": distances, "error": errors})
+
+    assert said(2.0, 9.0) == convergence_page.WITHIN
+    assert said(2.1, 2.0) == convergence_page.EXACT
+    assert said(2.1, 2.1) == said(float("nan"), float("nan")) == convergence_page.BEYOND
+
+
+def test_the_committed_page_of_convergence_is_that_of_the_committed_results() -> None:
+    files = sorted(convergence_page.HERE.glob("*.json"))
+    assert convergence_page.DOC.read_text() == convergence_page.markdown(files)
