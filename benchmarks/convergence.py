@@ -1,7 +1,7 @@
 """Train a tiny model of every family with and without liger_fn, from one seed on the same text.
 
-Each is trained in float32 and in bfloat16 (weights kept in float32), as it is and adapted, in three
-orders of summation, and once in float64. Writes results, a page and a plot for each family.
+Each in float32 and bfloat16 (weights kept in float32), as it is and adapted, in three orders of
+summation, and once in float64. Writes results, a page and a plot for each family.
 """
 
 from __future__ import annotations
@@ -41,13 +41,6 @@ class Run(NamedTuple):
     logp: Tensor
 
 
-@functools.cache
-def texts() -> Texts:
-    from examples.train_llama import corpus
-
-    return corpus()
-
-
 def batch_at(name: str, text: Tensor, seed: int) -> dict[str, Tensor]:
     """Rows of text with what the family reserves left in place; each printable byte is a token."""
     from tests import zoo
@@ -61,21 +54,25 @@ def batch_at(name: str, text: Tensor, seed: int) -> dict[str, Tensor]:
     return made | {"input_ids": ids, "labels": ids.masked_fill(made["labels"] == -100, -100)}
 
 
-def train(name: str, dtype: torch.dtype, steps: int, device: torch.device, read: Texts,
-          how: str, seed: int = 0) -> Run:  # fmt: skip
-    """Train in one order of summation; seed 0 leaves it as torch has it."""
+def prepared(name: str, dtype: torch.dtype, device: torch.device, how: str) -> Any:
+    """The model of a family: as it is, adapted, or with the same weights in float64."""
     from liger_fn.nn.adapters import adapt
     from tests import zoo
 
-    model, mode = zoo.build(name, dtype).to(device), contextlib.nullcontext()
+    model = zoo.build(name, dtype).to(device)
     if how == "float64":
-        model, mode = model.double(), Doubled()
         with contextlib.suppress(AttributeError, ValueError):  # there is no grouped_mm in float64
             model.set_experts_implementation("eager")
-    elif how == "liger_fn":
-        adapt(model)
-    if seed:
-        mode = Reordered(seed)
+        return model.double()
+    return adapt(model) if how == "liger_fn" else model
+
+
+def train(name: str, dtype: torch.dtype, steps: int, device: torch.device, read: Texts,
+          how: str, seed: int = 0) -> Run:  # fmt: skip
+    """Train in one order of summation; seed 0 leaves it as torch has it."""
+    model, mode = prepared(name, dtype, device, how), contextlib.nullcontext()
+    if seed or how == "float64":
+        mode = Reordered(seed) if seed else Doubled()
     rows = drawn(seed, ROWS, torch.device("cpu"))[0] if seed else torch.arange(ROWS)
 
     def call(text: Tensor, at: int, rows: Tensor) -> tuple[Any, Tensor]:
@@ -86,8 +83,7 @@ def train(name: str, dtype: torch.dtype, steps: int, device: torch.device, read:
         with mode:
             return model(**batch), batch["labels"]
 
-    wide = torch.promote_types(model.dtype, torch.float32)
-    params = list(model.parameters())
+    params, wide = list(model.parameters()), torch.promote_types(model.dtype, torch.float32)
     masters = [p.detach().to(wide, copy=True) for p in params]
     start, losses = torch.cat([p.flatten() for p in masters]), []
     optimizer = torch.optim.AdamW(masters, lr=LR)
@@ -114,9 +110,8 @@ def train(name: str, dtype: torch.dtype, steps: int, device: torch.device, read:
 
 def apart(a: Run, b: Run, top: Tensor) -> list[float]:
     """Distance of losses, of weights over how far they moved, of log-probabilities."""
-    weights = (a.weights - b.weights).norm() / b.moved
-    logp = (a.logp - b.logp).gather(-1, top).abs().mean()
-    return [(a.losses - b.losses).abs().max().item(), weights.item(), logp.item()]
+    loss, weights = (a.losses - b.losses).abs().max(), (a.weights - b.weights).norm() / b.moved
+    return [loss.item(), weights.item(), (a.logp - b.logp).gather(-1, top).abs().mean().item()]
 
 
 def worst(pairs: list[tuple[Run, Run]], top: Tensor) -> list[float]:
@@ -129,20 +124,23 @@ def thinned(curves: list[Tensor], steps: int, of: Any = torch.amax) -> list[floa
     return [of(part).item() for part in parts]
 
 
-def measure(name: str, dtype: str, steps: int, device: torch.device) -> dict[str, Any]:
+def measure(name: str, dtype: str, steps: int, device: torch.device, draw: int) -> dict[str, Any]:
     """One family in one dtype: a row of the results."""
-    torch.set_num_threads(1 if device.type == "cpu" else torch.get_num_threads())
-    row = {"op": name, "shape": dtype, "peer": "liger_fn",
-           "sizes": f"{ROWS}x{CONTEXT}, {steps} steps"}  # fmt: skip
+    sizes = f"{ROWS}x{CONTEXT}, {steps} steps"
+    row = {"op": name, "shape": dtype, "peer": "liger_fn", "sizes": sizes}
     try:
-        go = functools.partial(train, name, DTYPES[dtype], steps, device, texts())
+        from examples.train_llama import corpus
+
+        text, held = corpus()
+        read = text[draw * 100_003 :], held
+        go = functools.partial(train, name, DTYPES[dtype], steps, device, read)
         exact = go("float64")
         plain, ours = ([go(how, i) for i in range(ORDERS)] for how in ("plain", "liger_fn"))
     except Exception as error:
         return row | failed(error)
     top = exact.logp.topk(10).indices
-    self, pairs = list(itertools.combinations(plain, 2)), list(zip(ours, plain, strict=True))
-    gaps = {"torch": self, "liger_fn": pairs}
+    pairs = list(zip(ours, plain, strict=True))
+    gaps = {"torch": list(itertools.combinations(plain, 2)), "liger_fn": pairs}
     return row | {
         "status": "ok",
         "apart": {who: worst(of, top) for who, of in gaps.items()},
@@ -161,7 +159,7 @@ def rows_of(jobs: list[tuple[Any, ...]], processes: int) -> Iterator[dict[str, A
         yield from itertools.starmap(measure, jobs)
         return
     fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=fresh) as pool:
+    with ProcessPoolExecutor(processes, fresh, torch.set_num_threads, (1,)) as pool:
         yield from pool.map(measure, *zip(*jobs, strict=True))
 
 
@@ -176,6 +174,7 @@ def main(argv: list[str], commit: str) -> Path:
     add("--dtypes", nargs="+", choices=[*DTYPES], default=[*DTYPES])
     add("--steps", type=int, default=40)
     add("--quick", action="store_true", help="three steps of each")
+    add("--draw", type=int, default=0, help="other batches: 1, 2, ...; give --out and --page too")
     add("--processes", type=int, default=4 if gpu else os.cpu_count(), help="side by side")
     add("--out", type=Path, default=HERE, help="folder of the results, which are added to")
     add("--page", type=Path, default=DOC, help="what to write")
@@ -190,8 +189,9 @@ def main(argv: list[str], commit: str) -> Path:
     empty = {"machine": machine(device), "runs": {}, "rows": []}
     results = store.load(file) if file.exists() else empty
     steps = 3 if given.quick else given.steps
-    jobs = [(name, dtype, steps, device) for name in given.families for dtype in given.dtypes]
-    for row in rows_of([] if given.report else jobs, given.processes):
+    each = [] if given.report else itertools.product(given.families, given.dtypes)
+    jobs = [(name, dtype, steps, device, given.draw) for name, dtype in each]
+    for row in rows_of(jobs, given.processes):
         say(row["op"], row["shape"], row.get("note", ""))
         row["run"] = began
         results = store.merge(results, empty | {"runs": {began: run}, "rows": [row]})

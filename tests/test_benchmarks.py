@@ -272,7 +272,7 @@ def test_float64_stays_float64():
             assert y.dtype == torch.float64
 
 
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+@pytest.mark.usefixtures("plain")
 def test_a_family_converges_as_plain_torch_does(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     out, page = tmp_path / "results", tmp_path / "page.md"
