@@ -141,7 +141,7 @@ def draw(dtype: str, rows: list[Row], file: Path) -> None:
             below.semilogy(x, gaps, color=COLORS[who], linewidth=width)
         above.set_title(f"{row['op']}: {verdict(row).strip('*')}", fontsize=9)
         for axes in (above, below):
-            axes.tick_params(labelsize=7)
+            axes.tick_params(labelsize=7, which="both")
             axes.grid(alpha=0.3)
         above.tick_params(labelbottom=False)
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
