@@ -1,7 +1,7 @@
 """Measure every function on this machine beside others and keep what was found.
 
 `python -m benchmarks report` then writes the page and the plots, for which no GPU is needed.
-`python -m benchmarks model` trains whole models.
+`python -m benchmarks model` trains whole models, `python -m benchmarks dpo` on pairs.
 `python -m benchmarks distributed` measures what sharding costs and saves.
 `python -m benchmarks convergence` trains every family of models with and without liger_fn.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import convergence, distributed, model, store
+from benchmarks import convergence, distributed, dpo, model, store
 from benchmarks.cases import OPS, Case, cases, label
 from benchmarks.peers import Peer
 from benchmarks.report import report
@@ -97,13 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["report"]:
-        report(sys.argv[2:])
-    elif sys.argv[1:2] == ["model"]:
-        model.main(sys.argv[2:])
-    elif sys.argv[1:2] == ["distributed"]:
-        distributed.main(sys.argv[2:])
-    elif sys.argv[1:2] == ["convergence"]:
-        convergence.main(sys.argv[2:], commit())
+    others = {
+        "report": report, "model": model.main, "dpo": dpo.main, "distributed": distributed.main,
+        "convergence": lambda rest: convergence.main(rest, commit()),
+    }  # fmt: skip
+    if sys.argv[1:2] and sys.argv[1] in others:
+        others[sys.argv[1]](sys.argv[2:])
     else:
         main()

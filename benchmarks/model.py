@@ -2,85 +2,81 @@
 
 Random weights in bfloat16, AdamW, gradient checkpointing, random tokens; each variant in a process
 of its own. Prints tokens a second, peak memory and where the time of a step goes.
+
+    --longest    instead, how long a context fits, and each variant at its own
+    --ranks N    FSDP2 of each layer and the rest over N processes, which share the batch: sums of
+                 gradients in float32; NCCL where there is a GPU for each, gloo on a CPU
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
+import os
 import statistics
-import subprocess
-import sys
 import time
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-3-8b": ("LlamaConfig", {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-        "rope_theta": 5e5, "max_position_embeddings": 131072,
-    }),
-    "qwen-2.5-7b": ("Qwen2Config", {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-        "rope_theta": 1e6, "max_position_embeddings": 131072,
-    }),
-    "tiny": ("LlamaConfig", {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
-    }),
-}  # fmt: skip
-VARIANTS = ("plain", "Liger-Kernel", "liger_fn")
+from benchmarks.fresh import Found, fresh, inside
+from benchmarks.networks import (
+    SHAPES,
+    VOCAB_PARALLEL,
+    build,
+    loss_of,
+    norm_of_gradient,
+    over_ranks,
+)
+from tests.peak import peak, start_of_peak
+
+ALONE = (
+    "plain", "plain, compile", "Liger-Kernel", "liger_fn", "liger_fn, compile",
+    "liger_fn, bf16 sums",
+)  # fmt: skip
+SHARDED = ("plain", "Liger-Kernel", "liger_fn", f"liger_fn, {VOCAB_PARALLEL}")
 PARTS = ("forward", "backward", "optimizer")
+WARM = 256  # tokens of the first step where its time does not matter
+FULL = 0.96  # of a GPU, where its allocator runs out
 
 
-def build(shape: str, variant: str, device: torch.device) -> Any:
-    """Random weights, the same in each variant."""
-    import transformers as hf
-
-    kind, options = SHAPES[shape]
-    if variant == "Liger-Kernel":
-        from liger_kernel.transformers import _apply_liger_kernel
-
-        _apply_liger_kernel("qwen2" if kind == "Qwen2Config" else "llama")
-    torch.manual_seed(0)
-    config = getattr(hf, kind)(**options, use_cache=False, attn_implementation="sdpa")
-    with device:
-        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    if variant == "liger_fn":
-        from liger_fn.nn.adapters import adapt
-
-        adapt(model)
-    return model.train()
-
-
-def train(shape: str, variant: str, rows: int, context: int, steps: int) -> dict[str, Any]:
-    """One warm-up step, then `steps` that count."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build(shape, variant, device)
+def train(
+    shape: str, variant: str, rows: int, context: int, steps: int, warm: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Found:  # fmt: skip
+    """One step to warm up, of `warm` tokens a row, then `steps` that count."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = torch.device("cuda" if torch.cuda.device_count() >= world else "cpu")
+    model = build(shape, variant, device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    generator, times, losses = torch.Generator().manual_seed(1), [], []
-    for _ in range(steps + 1):
-        ids = torch.randint(model.config.vocab_size, (rows, context), generator=generator)
-        ids, marks = ids.to(device), [mark(device)]
-        loss = model(input_ids=ids, labels=ids).loss
-        marks.append(mark(device))
-        loss.backward()
-        marks.append(mark(device))
-        optimizer.step()
-        optimizer.zero_grad()
-        marks.append(mark(device))
-        losses.append(loss.item())
+    generator, times, peaks, losses = torch.Generator().manual_seed(1), [], [], []
+    norm = 0.0
+    for step in range(steps + 1):
+        size = (rows, context if step else warm or context)
+        ids = torch.randint(model.config.vocab_size, size, generator=generator)
+        ids = ids.tensor_split(world)[rank].to(device)
+        marks, held = [mark(device)], []
+        for part in PARTS:
+            start_of_peak(device.type)
+            if part == "forward":
+                loss = loss_of(model, ids, variant)
+            elif part == "backward":
+                loss.backward()
+            else:
+                norm = norm if step else norm_of_gradient(model)
+                optimizer.step()
+                optimizer.zero_grad()
+            marks.append(mark(device))
+            held.append(peak(device.type) / 1024)
+        losses.append(over_ranks(loss.detach(), device) / world)
         times.append([b - a for a, b in itertools.pairwise(marks)])
-    parts = [statistics.median(part) for part in zip(*times[1:], strict=True)]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+        peaks.append([over_ranks(gib, device, dist.ReduceOp.MAX) for gib in held])
+    seconds = [statistics.median(part) for part in zip(*times[1:], strict=True)]
+    most = [max(part) for part in zip(*peaks[1:], strict=True)]
     return {
-        "variant": variant, "tokens/s": rows * context / sum(parts), "peak GiB": peak,
-        **dict(zip(PARTS, parts, strict=True)), "losses": losses,
+        "variant": variant, "context": context, "tokens/s": rows * context / sum(seconds),
+        "peak GiB": max(most), "seconds": seconds, "GiB": most, "losses": losses, "norm": norm,
+        "GPU GiB": torch.cuda.mem_get_info()[1] / 2**30 if device.type == "cuda" else 0.0,
     }  # fmt: skip
 
 
@@ -90,42 +86,116 @@ def mark(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def line(found: dict[str, Any]) -> str:
+def one_of_ranks(args: argparse.Namespace) -> Found | None:
+    """Train the one variant in this process, which may be one rank of several."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    gpu = torch.cuda.device_count() >= world
+    if world > 1:
+        if gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if gpu else "gloo")
+    warm, dtype = (WARM if args.longest else None), getattr(torch, args.dtype)
+    found = train(args.shape, args.variant[0], args.batch, args.context, args.steps, warm, dtype)
+    if world > 1:
+        first = dist.get_rank() == 0
+        dist.destroy_process_group()
+        return found if first else None
+    return found
+
+
+def command(args: argparse.Namespace, context: int, steps: int) -> list[str]:
+    made = ["model", "--shape", args.shape, "--batch", str(args.batch), "--steps", str(steps)]
+    made += ["--context", str(context), "--dtype", args.dtype]
+    return [*made, "--longest"] if args.longest else made
+
+
+def longest(args: argparse.Namespace, variant: str) -> Found:
+    """The longest context that fits, to about an eighth."""
+    fits: list[Found] = []
+    context, fails = args.context, 0
+    while args.context // 4 <= context <= args.most:
+        found = fresh(command(args, context, 1), variant, args.ranks, args.limit)
+        print(f"<!-- {context}: {found.get('error', found.get('peak GiB'))} -->", flush=True)
+        if "error" not in found:
+            fits.append(found)
+        elif "memory" in found["error"].lower():
+            fails = context
+        else:
+            return fits[-1] if fits else found
+        context = onward(fits, fails)
+    return fits[-1] if fits else {"variant": variant, "error": "none fits"}
+
+
+def onward(fits: list[Found], fails: int) -> int:
+    """The next context to try: doubled, then where memory would be full; 0 after the last."""
+    last = fits[-1]["context"] if fits else 0
+    if fails:
+        return (last + fails) // 2 if fails - last > fails // 8 else 0
+    if len(fits) < 2 or not fits[-1]["GPU GiB"]:
+        return 2 * last
+    (a, before), (b, most) = ((found["context"], found["peak GiB"]) for found in fits[-2:])
+    room = FULL * fits[-1]["GPU GiB"] - most
+    guess = int(b + room * (b - a) / (most - before)) // 1024 * 1024
+    return guess if guess > b * 9 // 8 else 0
+
+
+def line(found: Found) -> str:
     """One row of the table; a variant that failed has its reason."""
     if "error" in found:
-        return f"| {found['variant']} | {found['error']} | | | | | |"
-    peak = "" if found["peak GiB"] is None else f"{found['peak GiB']:.1f}"
-    parts = " | ".join(f"{found[part]:.2f}" for part in PARTS)
+        return f"| {found['variant']} | {found['error']} | | | | | | | |"
+    pairs = zip(found["seconds"], found["GiB"], strict=True)
+    parts = " | ".join(f"{seconds:.2f} s, {gib:.1f}" for seconds, gib in pairs)
+    losses = f"{found['losses'][0]:.4f}, {found['losses'][-1]:.4f}"
     return (
-        f"| {found['variant']} | {found['tokens/s']:.0f} | {peak} | {parts} | "
-        f"{found['losses'][0]:.4f}, {found['losses'][-1]:.4f} |"
+        f"| {found['variant']} | {found['context']} | {found['tokens/s']:.0f} | "
+        f"{found['peak GiB']:.1f} | {parts} | {losses} | {found['norm']:.4f} |"
     )
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks model", description=__doc__)
-    gpu = torch.cuda.is_available()
-    parser.add_argument("--shape", choices=[*SHAPES], default="llama-3-8b" if gpu else "tiny")
-    parser.add_argument("--variant", choices=VARIANTS, nargs="+", default=list(VARIANTS))
-    parser.add_argument("--batch", type=int, default=8 if gpu else 2)
-    parser.add_argument("--context", type=int, default=4096 if gpu else 32)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.inside:  # the last line is the result
-        found = train(args.shape, args.variant[0], args.batch, args.context, args.steps)
-        print(json.dumps(found))
-        return
-    print(f"{args.shape}, {args.batch} x {args.context} tokens, bfloat16, AdamW, checkpointing")
-    print("| variant | tokens/s | peak GiB | forward s | backward s | optimizer s | losses |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks model", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add, gpu = parser.add_argument, torch.cuda.is_available()
+    every = list(dict.fromkeys(ALONE + SHARDED))
+    add("--shape", choices=[*SHAPES], default="llama-3-8b" if gpu else "tiny")
+    add("--variant", choices=every, nargs="+", help="default: all, with --ranks those for it")
+    add("--batch", type=int, help="rows of all ranks; default: 8, of a tiny shape 2")
+    add("--context", type=int, help="tokens of a row, or the first to try; default: 4096, 16384")
+    add("--steps", type=int, default=3)
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    add("--ranks", type=int, default=1)
+    add("--longest", action="store_true")
+    add("--most", type=int, default=2**18, help="the longest context to try")
+    add("--limit", type=float, default=600.0, help="seconds that one process may take")
+    add("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str]) -> list[Found]:
+    """Print the table, and return what is in it."""
+    args = options().parse_args(argv)
+    tiny = args.shape.startswith("tiny")
+    args.variant = args.variant or list(SHARDED if args.ranks > 1 else ALONE)
+    args.batch = args.batch or (args.ranks if args.longest else max(args.ranks, 2 if tiny else 8))
+    args.context = args.context or (32 if tiny else 16384 if args.longest else 4096)
+    if args.inside:
+        inside(args.variant[0], lambda: one_of_ranks(args))
+        return []
+    print(
+        f"{args.shape}, {args.batch} rows, {args.dtype}, AdamW, checkpointing, "
+        f"{args.ranks} process{'es, FSDP2' if args.ranks > 1 else ''}\n\n"
+        "| variant | context | tokens/s | peak GiB | forward: s, peak GiB | backward | optimizer | "
+        "first and last loss | norm of the first gradient |\n|---|---|---|---|---|---|---|---|---|",
+        flush=True,
+    )  # fmt: skip
+    rows = []
     for variant in args.variant:
-        size = ["--batch", str(args.batch), "--context", str(args.context)]
-        command = [sys.executable, "-m", "benchmarks", "model", "--inside", "--shape", args.shape]
-        command += ["--variant", variant, *size, "--steps", str(args.steps)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            found = {"variant": variant, "error": done.stderr.strip().splitlines()[-1][:120]}
+        if args.longest:
+            rows.append(longest(args, variant))
         else:
-            found = json.loads(done.stdout.strip().splitlines()[-1])
-        print(line(found), flush=True)
+            one = command(args, args.context, args.steps)
+            rows.append(fresh(one, variant, args.ranks, args.limit))
+        print(line(rows[-1]), flush=True)
+    return rows

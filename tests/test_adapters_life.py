@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+import liger_fn
 from liger_fn import nn
 from liger_fn.nn import adapters
 from liger_fn.nn.adapters import (
@@ -69,6 +70,32 @@ def test_a_model_with_kernels_of_the_hub_is_refused(llama):
     llama._use_kernels = True
     with pytest.raises(AdapterError, match=r"^adapt: the model runs kernels from the hub"):
         adapt(llama)
+
+
+def test_the_loop_of_the_head_takes_its_chunk_and_the_dtype_of_its_sums(llama, batch):
+    w, labels = llama.lm_head.weight, batch.pop("labels")
+    loop = {"chunk": 2, "accum_dtype": torch.bfloat16}
+    x = adapt(llama, **loop).model(**batch).last_hidden_state.detach()
+    y = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    losses = {
+        liger_fn.fused_linear_ce: lambda: llama(**batch, labels=labels).loss,
+        liger_fn.fused_linear_logp: lambda: adapters.token_logprobs(
+            llama, labels=labels, **batch
+        ).sum(),
+    }
+    for f, ours in losses.items():
+        (got,) = torch.autograd.grad(ours(), w)
+        want, wide = (torch.autograd.grad(f(w, x, y, **o).sum(), w)[0] for o in (loop, {}))
+        assert torch.equal(got, want)
+        assert not torch.equal(got, wide)
+
+
+def test_a_loop_that_is_none_is_refused(llama):
+    with pytest.raises(ValueError, match=r"^adapt: chunk must be an integer above 0, got 0$"):
+        adapt(llama, chunk=0)
+    message = r"^adapt: accum_dtype must be float32 or bfloat16, got torch.float16$"
+    with pytest.raises(ValueError, match=message):
+        adapt(llama, accum_dtype=torch.float16)
 
 
 def test_torch_modules_need_no_transformers(device):

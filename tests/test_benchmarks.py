@@ -1,7 +1,9 @@
 """The benchmark harness on small shapes of a CPU: not what it measures, only that it is right."""
 
 import json
+import os
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,16 @@ from torch import Tensor
 
 import liger_fn
 from benchmarks import __main__ as harness
-from benchmarks import convergence, convergence_page, distributed, model, store
+from benchmarks import (
+    convergence,
+    convergence_page,
+    distributed,
+    dpo,
+    fresh,
+    model,
+    networks,
+    store,
+)
 from benchmarks.cases import OPS, cases
 from benchmarks.measure import Inputs, rates
 from benchmarks.orders import Doubled, Reordered
@@ -227,12 +238,126 @@ def test_a_line_that_takes_too_long_is_a_row_that_says_so():
     assert distributed.measured(2, "cpu", case, 0.0) == ("not done in 0 s", "-")
 
 
-def test_a_whole_model_is_trained_in_each_variant():
+# -- whole models ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
+def test_a_whole_model_is_trained_in_each_variant(shape):
     pytest.importorskip("transformers")
-    plain, ours = (model.train("tiny", name, 2, 32, 1) for name in ("plain", "liger_fn"))
-    losses = (torch.tensor(found["losses"]) for found in (ours, plain))
-    torch.testing.assert_close(*losses, rtol=2e-3, atol=0)  # bfloat16, another order of sums
-    assert model.line(ours).startswith("| liger_fn | ")
+    variants = ("plain", "liger_fn", "liger_fn, bf16 sums")
+    plain, *others = (model.train(shape, name, 2, 32, 1) for name in variants)
+    for ours in others:
+        # bfloat16, another order of sums
+        for of in ("losses", "norm"):
+            got, want = (torch.tensor(found[of]) for found in (ours, plain))
+            torch.testing.assert_close(got, want, rtol=2e-3, atol=0)
+        assert ours["peak GiB"] == max(ours["GiB"]) > 0
+    assert re.match(r"\| liger_fn \| 32 \| \d+ \| [\d.]+ \| ", model.line(others[0]))
+
+
+def test_shapes_of_real_models_have_their_number_of_parameters():
+    hf = pytest.importorskip("transformers")
+    sizes = {}
+    for name in ("llama-3-8b", "llama-3.2-1b", "qwen-2.5-7b", "gemma-2-9b"):
+        kind, options = networks.SHAPES[name]
+        with torch.device("meta"):
+            made = hf.AutoModelForCausalLM.from_config(getattr(hf, kind)(**options))
+        made.tie_weights()
+        sizes[name] = sum(p.numel() for p in made.parameters())
+    assert sizes == {
+        "llama-3-8b": 8_030_261_248,
+        "llama-3.2-1b": 1_235_814_400,
+        "qwen-2.5-7b": 7_615_616_512,
+        "gemma-2-9b": 9_241_705_984,
+    }
+
+
+@pytest.mark.slow  # nine fresh processes
+def test_ranks_have_the_losses_and_gradients_of_one_process(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # whole models on the reference
+    given = ["--shape", "tiny", "--batch", "4", "--dtype", "float32"]
+    (alone,) = model.main([*given, "--variant", "plain"])
+    every = [name for name in model.SHARDED if name != "Liger-Kernel"]
+    for found in model.main([*given, "--ranks", "2", "--variant", *every]):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+
+
+@pytest.mark.slow  # Inductor, in fresh processes: what it warns of is its own affair
+def test_compiled_layers_train_alike(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    plain, *compiled = model.main(
+        ["--shape", "tiny", "--variant", "plain", "plain, compile", "liger_fn, compile"]
+    )
+    for found in compiled:
+        assert found["losses"] == pytest.approx(plain["losses"], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tried"),
+    [(0.0, [4096, 8192, 16384, 12288, 10240, 11264]), (112.0, [4096, 8192, 11264])],
+    ids=["doubled", "as memory grows"],
+)
+def test_the_longest_context_is_found_to_an_eighth(monkeypatch, gpu, tried):
+    seen = []
+
+    def pretend(command, variant, ranks, limit):
+        context = int(command[command.index("--context") + 1])
+        seen.append(context)
+        if variant == "broken":
+            return {"variant": variant, "error": "ImportError: no"}
+        if context > {"plain": 11_500, "small": 0}[variant]:
+            return {"variant": variant, "error": "OutOfMemoryError: CUDA out of memory."}
+        return {"context": context, "peak GiB": 50 + context / 200, "GPU GiB": gpu}
+
+    monkeypatch.setattr(model, "fresh", pretend)
+    args = model.options().parse_args(["--longest", "--context", "4096", "--batch", "1"])
+    assert model.longest(args, "plain")["context"] == 11264
+    assert seen == tried
+    assert model.longest(args, "small")["error"] == "none fits"
+    assert model.longest(args, "broken")["error"] == "ImportError: no"
+
+
+def test_a_process_tells_its_result_or_why_there_is_none(monkeypatch, capsys):
+    def pretend(stdout="", stderr="", status=1):
+        def run(command, **_):
+            if status is None:
+                raise subprocess.TimeoutExpired(command, 3)
+            assert command[-4:] == ["model", "--variant", "v", "--inside"]
+            return subprocess.CompletedProcess(command, status, stdout, stderr)
+
+        monkeypatch.setattr(subprocess, "run", run)
+        return fresh.fresh(["model"], "v", limit=3)
+
+    fresh.inside("v", lambda: {"peak GiB": 1.0})
+    assert pretend("noise\n" + capsys.readouterr().out, status=0)["peak GiB"] == 1.0
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+
+    def fail():
+        raise MemoryError("out of | memory\nand more")
+
+    fresh.inside("v", fail)
+    assert pretend(capsys.readouterr().out)["error"] == "MemoryError: out of / memory"
+    assert pretend("", "first\nlast\n") == {"variant": "v", "error": "last"}
+    assert pretend(status=7) == {"variant": "v", "error": "status 7"}
+    assert pretend(status=None) == {"variant": "v", "error": "more than 3 s"}
+    assert model.line(pretend("", "last")).startswith("| v | last | ")
+    assert dpo.line(pretend("", "last")).startswith("| v | last | ")
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_step_of_preference_is_that_of_trl(monkeypatch):
+    pytest.importorskip("trl")
+    monkeypatch.syspath_prepend(str(dpo.EXAMPLES))
+    trl, *others = (
+        dpo.train("tiny", name, 2, 32, 2) for name in ("TRL", "TRL, logits", "liger_fn")
+    )
+    for found in others:
+        assert found["losses"] == pytest.approx(trl["losses"], rel=1e-2)
+
+
+# -- convergence -----------------------------------------------------------------------------------
 
 
 SUMS = {

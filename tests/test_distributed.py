@@ -910,3 +910,20 @@ def test_fsdp_over_one_dimension_and_the_vocabulary_over_the_other():
     agree(model, plain)
     with pytest.raises(ValueError, match=r"LMHead: its parameters must be Shard.*FSDP wraps"):
         model.head.forward(draw(2, 8), y[0, :2])  # not through its hooks: nobody has gathered it
+
+
+@on_ranks
+def test_ranks_with_tokens_of_their_own_share_a_sharded_head():
+    (x,), (y,) = batches(1)
+    plain, model = twins()
+    parallelize_module(model, line(), {"head": VocabParallelHead(input_layouts=Shard(0))})
+    for part in (model.embed, model.norm):
+        fully_shard(part)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+    loss = model(x[dist.get_rank()][None], y)
+    want = plain(x, y)
+    close(loss.detach(), want.detach())
+    loss.backward()
+    want.backward()
+    agree(model, plain)

@@ -30,8 +30,8 @@ class VocabParallelHead(ParallelStyle):
     group=group).
 
     Args:
-        input_layouts: how x lies: Replicate(), or Shard(1) behind a sequence parallel norm, for
-            which it is gathered and its gradient cut again.
+        input_layouts: how x lies: Replicate(), or Shard(1) behind a sequence parallel norm, or
+            Shard(0) where each rank has rows of its own: it is gathered and its gradient cut again.
 
     Raises:
         TypeError: the module is no `LMHead`, or its loss does not take `group`.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from liger_fn.nn.adapters.binding import bind, slot_of, unbind
 from liger_fn.nn.adapters.forwards import bind_spec
 from liger_fn.nn.adapters.head import PLAN, Plan, head_forward, model_forward
 from liger_fn.nn.adapters.survey import SWITCHES, Found, survey
+from liger_fn.ops._chunked import check_chunk
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -23,7 +25,8 @@ class AdapterError(ValueError):
 def adapt(
     model: M, *, rms_norm: bool | None = None, layer_norm: bool | None = None,
     rope: bool | None = None, glu: bool | None = None, cross_entropy: bool | None = None,
-    fused_linear_ce: bool | None = None,
+    fused_linear_ce: bool | None = None, chunk: int | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> M:  # fmt: skip
     """Let this one model compute with the functions of liger_fn, wherever that means the same.
 
@@ -39,6 +42,9 @@ def adapt(
         glu: gated feed-forward layers and gates of packed experts likewise.
         cross_entropy: losses on logits that exist likewise.
         fused_linear_ce: in training, losses without logits likewise.
+        chunk: tokens whose logits exist at a time, in a loss without logits and `token_logprobs`.
+        accum_dtype: of the sums over chunks there that become the gradient of the head; bfloat16
+            halves their memory.
 
     Returns:
         The model itself.
@@ -46,6 +52,7 @@ def adapt(
     Raises:
         AdapterError: a switch is True and nothing matches it, or the model runs kernels from the
             hub (`use_kernels`). The model is as it was.
+        ValueError: chunk or accum_dtype is none that `fused_linear_ce` takes.
 
     Example:
         >>> model = adapt(torch.nn.Sequential(torch.nn.LayerNorm(8)), layer_norm=True)
@@ -57,6 +64,7 @@ def adapt(
             strict=True,
         )
     )
+    check_chunk("adapt", chunk, accum_dtype)
     if getattr(model, "use_kernels", False):
         raise AdapterError(
             "adapt: the model runs kernels from the hub: load it without use_kernels"
@@ -67,14 +75,15 @@ def adapt(
             raise AdapterError(_nothing(switch, model, found))
     restore(model)
     wanted = [f for f in found if f.spec is not None and asked[f.switch] is not False]
-    _bind_head([f for f in wanted if isinstance(f.spec, str)])
+    loop = {"chunk": chunk, "accum_dtype": accum_dtype}
+    _bind_head([f for f in wanted if isinstance(f.spec, str)], loop)
     for f in wanted:
         if f.spec is not None and not isinstance(f.spec, str):
             bind_spec(f.module, f.spec)
     return model
 
 
-def _bind_head(wanted: list[Found]) -> None:
+def _bind_head(wanted: list[Found], loop: dict[str, Any]) -> None:
     """Both losses belong to one model and one head."""
     if not wanted:
         return
@@ -87,7 +96,7 @@ def _bind_head(wanted: list[Found]) -> None:
         bind(owner._modules[name], head_forward)  # type: ignore[arg-type]  # the survey saw it
     inner = owner.__dict__.get(slot_of(owner))
     bind(owner, model_forward(getattr(inner, "__func__", type(owner).forward)))
-    owner.__dict__[PLAN] = Plan(name, fused, "cross_entropy" in switches, ForCausalLMLoss)
+    owner.__dict__[PLAN] = Plan(name, fused, "cross_entropy" in switches, ForCausalLMLoss, loop)
 
 
 def _nothing(switch: str, model: nn.Module, found: list[Found]) -> str:
@@ -115,7 +124,7 @@ def restore(model: M) -> M:
 
 
 @contextmanager
-def adapted(model: M, **switches: bool | None) -> Iterator[M]:
+def adapted(model: M, **switches: Any) -> Iterator[M]:
     """Adapt a model inside a `with` block, and restore it at the end.
 
     Args:

@@ -33,6 +33,7 @@ class Plan:
     fused: bool
     cross_entropy: bool
     loss: Callable[..., Tensor]  # the loss_function that we know; any other one is left to itself
+    loop: dict[str, Any]  # how a head goes through the tokens: chunk, accum_dtype
 
 
 def head_forward(self: Any, x: Tensor, formed: Formed | None = None) -> Tensor:
@@ -52,7 +53,7 @@ def model_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
         plan = self.__dict__.get(PLAN)
         if through_head is not None:
             out = inner(View(self, plan, plan.fused), *args, **{**kw, "return_dict": True})
-            return through_head(out.logits)
+            return through_head(out.logits, plan.loop)
         if plan is None or kw.get("labels") is None:
             return inner(self, *args, **kw)
         defer = plan.fused and (self.training if skip_logits is None else skip_logits)
@@ -95,7 +96,8 @@ class View:
             options: dict[str, Any] = {"ignore_index": ignore_index, "n_valid": num_items_in_batch}
             options["y"] = y.reshape(logits.shape[:-1])
             if isinstance(logits, DeferredLogits):
-                loss = logits.through(functools.partial(_fused_ce, **options))
+                formed = functools.partial(_fused_ce, **options, **self._plan.loop)
+                loss = logits.through(formed)
                 if loss is not None:
                     return loss
             if self._plan.cross_entropy:

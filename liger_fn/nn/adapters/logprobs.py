@@ -49,9 +49,11 @@ def token_logprobs(
     return logp[..., :-1]
 
 
-def _logp(logits: Any, *, y: Tensor, temperature: float, ignore_index: int) -> Tensor:
+def _logp(
+    logits: Any, loop: dict[str, Any], *, y: Tensor, temperature: float, ignore_index: int
+) -> Tensor:  # fmt: skip
     def formed(x: Tensor, w: Tensor, b: Tensor | None, **form: Any) -> Tensor:
-        options = {**form, "temperature": temperature, "ignore_index": ignore_index}
+        options = {**form, **loop, "temperature": temperature, "ignore_index": ignore_index}
         return liger_fn.fused_linear_logp(w, x, y.to(x.device), b=b, **options)
 
     if isinstance(logits, DeferredLogits):

@@ -16,7 +16,7 @@ class AdaptCallback(transformers.TrainerCallback):
         switches: as in `adapt`.
     """
 
-    def __init__(self, **switches: bool | None) -> None:
+    def __init__(self, **switches: Any) -> None:
         self.switches = switches
 
     def on_init_end(

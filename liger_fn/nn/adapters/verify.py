@@ -21,7 +21,7 @@ class CheckResult(NamedTuple):
 
 
 def check_adapter(
-    model: nn.Module, batch: Mapping[str, Any], *, rtol: float = 1e-3, **switches: bool | None
+    model: nn.Module, batch: Mapping[str, Any], *, rtol: float = 1e-3, **switches: Any
 ) -> CheckResult:
     """Compare loss and gradients of a model with and without `adapt`, on copies of it.
 
