@@ -19,7 +19,7 @@ from liger_fn._vjp.sharding import register
 
 _LIB = torch.library.Library("liger_fn", "DEF")
 _KEYS = ("CPU", "CUDA", "XPU", "MPS")
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
 _SCHEMA = {
     "float": "float",
     "float | None": "float?",
@@ -185,26 +185,18 @@ class Op:
         return loop(rule, groups, mapped, tensors)
 
     def _run(
-        self,
-        pullback: bool,
-        backend: Backend,
-        groups: tuple,
-        mapped: tuple,
-        wanted: tuple,
-        values: tuple,
-        a: Sequence,
+        self, visible: Any, make_rule: Callable, static: tuple, a: Sequence[Maybe]
     ) -> Sequence[Tensor]:
+        backend, groups, mapped, wanted, values = static
         kw = dict(zip(self.options, values, strict=True))
         kw.update(backend=backend, groups=groups, mapped=mapped, wanted=wanted)
-        if self._visible(backend, a):
-            return (self.bwd_op if pullback else self.fwd_op)(*a, **kw)
-        return self._call(self._bwd_rule if pullback else self._fwd_rule, a, **kw)
+        return visible(*a, **kw) if self._visible(backend, a) else self._call(make_rule, a, **kw)
 
-    def run_fwd(self, *args: Any) -> Sequence[Tensor]:
-        return self._run(False, *args)
+    def run_fwd(self, static: tuple, a: Sequence[Maybe]) -> Sequence[Tensor]:
+        return self._run(self.fwd_op, self._fwd_rule, static, a)
 
-    def run_bwd(self, *args: Any) -> Sequence[Tensor]:
-        return self._run(True, *args)
+    def run_bwd(self, static: tuple, a: Sequence[Maybe]) -> Sequence[Tensor]:
+        return self._run(self.bwd_op, self._bwd_rule, static, a)
 
     def _visible(self, backend: Backend, tensors: Sequence[Maybe]) -> bool:
         """Whether to go through the dispatcher: whoever traces or counts must see an op."""
@@ -212,10 +204,10 @@ class Op:
             return self.opaque or backend == "triton"
         if torch._C._len_torch_dispatch_stack() > 0:
             return True
-        return any(t is not None and type(t) not in _PLAIN for t in tensors)
+        return not _PLAIN.issuperset(map(type, tensors))
 
     def reference_pullback(
-        self, groups: tuple, mapped: tuple, wanted: tuple, values: tuple
+        self, _: Backend, groups: tuple, mapped: tuple, wanted: tuple, values: tuple
     ) -> Callable[..., tuple[Tensor, ...]]:
         """(cotangents, tensors) -> wanted cotangents, as differentiable plain torch."""
         options = dict(zip(self.options, values, strict=True))
@@ -230,7 +222,7 @@ class Op:
             )
 
         for _ in groups:
-            rule = vmap_rule(rule, mapped)
+            rule = vmap_rule(rule, mapped[: self.given])
         return rule
 
 
