@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
 from liger_fn._launch import Maybe, Rule
 from liger_fn._vjp.batching import joined
-from liger_fn._vjp.levels import is_legacy_batched, legacy_vmap, plain
+from liger_fn._vjp.levels import legacy_vmap, plain
 from liger_fn._vjp.op import Op
 
 
@@ -83,7 +84,7 @@ def _pull_back(op: Op, pullback: Callable) -> Callable[[tuple, tuple, tuple], Se
     """The pullback as backward calls it, outside of torch.compile."""
 
     def pull_back(static: tuple, ct: tuple, saved: tuple) -> Sequence[Tensor]:
-        batched = any(d is not None and is_legacy_batched(d) for d in ct)
+        batched = any(d is not None and is_legacy_batchedtensor(d) for d in ct)
         if batched:
             out = legacy_vmap(lambda *d: pull_back(static, d, saved), ct)
             if out is not None:
@@ -124,7 +125,8 @@ def _forward_functions(op: Op, pullback: Callable) -> tuple[Callable, Callable]:
         @staticmethod
         def backward(ctx: Any, *ct: Maybe) -> tuple[Maybe, ...]:
             backend, groups, mapped, _, values = ctx.static
-            wanted = tuple([ctx.needs_input_grad[1 + i] for i in slots])
+            needed = ctx.needs_input_grad
+            wanted = tuple([needed[1 + i] for i in slots])
             ct = ct[:c]
             out: list[Maybe] = [None] * (1 + n)
             if all(d is None for d in ct) or not any(wanted):

@@ -146,17 +146,17 @@ class Op:
 
     # -- running a rule
 
-    def _fwd_rule(self, backend: Backend, wanted: Sequence[bool], **options: Any) -> Callable:
+    def _fwd_rule(self, backend: Backend, wanted: Sequence[bool], options: dict) -> Callable:
         told = {"wanted": tuple(wanted)} if self.tells_fwd else {}
         return functools.partial(self.fwd[backend], **told, **options)
 
-    def _bwd_rule(self, backend: Backend, wanted: Sequence[bool], **options: Any) -> Callable:
+    def _bwd_rule(self, backend: Backend, wanted: Sequence[bool], options: dict) -> Callable:
         rule = functools.partial(self.bwd[backend], wanted=tuple(wanted), **options)
         return lambda *a, **kw: tuple(itertools.compress(rule(*a, **kw), wanted))
 
-    def _apart_rule(self, *static: Any, **options: Any) -> Callable:
+    def _apart_rule(self, backend: Backend, wanted: Sequence[bool], options: dict) -> Callable:
         """No two results of a registered op are one tensor."""
-        rule = self._bwd_rule(*static, **options)
+        rule = self._bwd_rule(backend, wanted, options)
 
         def apart(*a: Maybe, **groups: int) -> tuple[Tensor, ...]:
             out = rule(*a, **groups)
@@ -177,7 +177,7 @@ class Op:
         wanted: Sequence[bool],
         **options: Any,
     ) -> tuple[Tensor, ...]:
-        rule = make_rule(backend, wanted, **options)
+        rule = make_rule(backend, wanted, options)
         if not groups:
             return rule(*tensors)
         if self.grouped and backend == "triton":
@@ -188,9 +188,12 @@ class Op:
         self, visible: Any, make_rule: Callable, static: tuple, a: Sequence[Maybe]
     ) -> Sequence[Tensor]:
         backend, groups, mapped, wanted, values = static
-        kw = dict(zip(self.options, values, strict=True))
-        kw.update(backend=backend, groups=groups, mapped=mapped, wanted=wanted)
-        return visible(*a, **kw) if self._visible(backend, a) else self._call(make_rule, a, **kw)
+        options = dict(zip(self.options, values, strict=True))
+        seen = self._visible(backend, a)
+        if not groups and not seen:
+            return make_rule(backend, wanted, options)(*a)
+        options.update(backend=backend, groups=groups, mapped=mapped, wanted=wanted)
+        return visible(*a, **options) if seen else self._call(make_rule, a, **options)
 
     def run_fwd(self, static: tuple, a: Sequence[Maybe]) -> Sequence[Tensor]:
         return self._run(self.fwd_op, self._fwd_rule, static, a)
@@ -211,8 +214,8 @@ class Op:
     ) -> Callable[..., tuple[Tensor, ...]]:
         """(cotangents, tensors) -> wanted cotangents, as differentiable plain torch."""
         options = dict(zip(self.options, values, strict=True))
-        forward = self._fwd_rule("reference", wanted, **options)
-        pull = self._bwd_rule("reference", wanted, **options)
+        forward = self._fwd_rule("reference", wanted, options)
+        pull = self._bwd_rule("reference", wanted, options)
 
         def rule(*a: Maybe) -> tuple[Tensor, ...]:
             if len(self.args) < len(self.names):
