@@ -24,15 +24,11 @@ def check_tensors(op: str, **named: tuple[Tensor | None, str]) -> None:
     sizes: dict[str, tuple[str, int]] = {}
     home: tuple[str, torch.device] | None = None
     for name, (t, spec) in named.items():
-        axes = spec.split()
-        if axes[:1] == ["?"]:
-            if t is None:
-                continue
-            axes = axes[1:]
+        optional, integer, free, axes = _parsed(spec)
+        if t is None and optional:
+            continue
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-        integer = axes[:1] == ["int"]
-        axes = axes[integer:]
         if t.dtype not in (_INTEGERS if integer else _FLOATS):
             kind = "integers" if integer else "float32, bfloat16, float16 or float64"
             raise TypeError(f"{op}: {name} must hold {kind}, got {t.dtype}")
@@ -40,24 +36,28 @@ def check_tensors(op: str, **named: tuple[Tensor | None, str]) -> None:
             home = name, t.device
         elif t.device != home[1]:
             raise ValueError(f"{op}: {name} is on {t.device} but {home[0]} is on {home[1]}")
-        _check_axes(op, name, t, axes, sizes)
+        shape = t.shape
+        lead = len(shape) - len(axes)
+        if lead < 0 or (lead and not free):
+            wanted = ", ".join(["..."] * free + axes)
+            raise ValueError(
+                f"{op}: {name} must have shape ({wanted}), got {tuple(shape)}{_partitioned(t)}"
+            )
+        for i, axis in enumerate(axes, lead):
+            first, known = sizes.setdefault(axis, (name, shape[i]))
+            if shape[i] != known:
+                text = f"{op}: axis {axis} is {shape[i]} in {name} but {known} in {first}"
+                raise ValueError(text + _partitioned(t))
 
 
-def _check_axes(
-    op: str, name: str, t: Tensor, axes: list[str], sizes: dict[str, tuple[str, int]]
-) -> None:
-    free = axes[:1] == ["..."]
-    wanted = axes[free:]
-    if t.dim() < len(wanted) or (not free and t.dim() > len(wanted)):
-        shape = ", ".join(axes)
-        raise ValueError(
-            f"{op}: {name} must have shape ({shape}), got {tuple(t.shape)}{_partitioned(t)}"
-        )
-    for axis, size in zip(wanted, t.shape[t.dim() - len(wanted) :], strict=True):
-        first, known = sizes.setdefault(axis, (name, size))
-        if size != known:
-            text = f"{op}: axis {axis} is {size} in {name} but {known} in {first}"
-            raise ValueError(text + _partitioned(t))
+def _parsed(spec: str) -> tuple[bool, bool, bool, list[str]]:
+    """Whether None may pass, whether integers are asked for, leading axes, the other axes."""
+    axes = spec.split()
+    optional = axes[0] == "?"
+    integer = axes[optional] == "int"
+    at = optional + integer
+    free = axes[at : at + 1] == ["..."]
+    return optional, integer, free, axes[at + free :]
 
 
 def _partitioned(t: Tensor) -> str:

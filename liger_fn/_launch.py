@@ -86,15 +86,16 @@ backend_for._dynamo_marked_constant = True  # type: ignore[attr-defined]  # func
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, **meta: object) -> None:
-    """Launch a kernel on the device of its first argument; an empty grid launches nothing.
+    """Launch a kernel on the device of its first tensor; an empty grid launches nothing.
 
     Every operation of a kernel rounds by itself, as in plain torch and in the interpreter. A fused
     a * b + c would not: a b - c, with c that product rounded, must be 0.
     """
     if 0 in grid:
         return
-    first, meta["enable_fp_fusion"] = args[0], False
-    if isinstance(first, Tensor) and first.device.type == "cuda":
+    meta["enable_fp_fusion"] = False
+    first = next(t for t in args if isinstance(t, Tensor))
+    if first.is_cuda and first.get_device() != torch.cuda.current_device():
         with torch.cuda.device(first.device):
             kernel[grid](*args, **meta)
     else:
@@ -136,7 +137,7 @@ def strips(rows: int, device: torch.device, per_processor: int = 1) -> int:
 
 def rows_of(t: Tensor, n: int) -> Tensor:
     """View `t` as (m, n) with each row contiguous; copy only where no such view exists."""
-    flat = t.reshape(math.prod(t.shape[:-1]), n)
+    flat = t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), n)
     return flat if flat.stride(1) == 1 or n == 1 else flat.contiguous()
 
 
@@ -145,6 +146,18 @@ def contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
+def fresh(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for a result shaped like t. From a torch.Size it would take four times as long."""
+    return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def fresh_rows(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for one number a row of t."""
+    return t.new_empty(tuple(t.shape[:-1]), dtype=dtype)
+
+
 def by_group(w: Tensor | None, groups: int | None) -> Tensor | None:
-    """One row (n,) of a shared argument for each group of rows, (g, n)."""
-    return None if w is None else w.expand(groups or 1, w.shape[-1]).contiguous()
+    """One row (n,) of a shared argument for each group of rows, (g, n); (n,) without groups."""
+    if w is None or groups is None:
+        return contiguous(w)
+    return w.expand(groups, w.shape[-1]).contiguous()

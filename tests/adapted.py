@@ -25,7 +25,7 @@ def nodes(loss: Tensor) -> int:
         if f is not None and f not in seen:
             seen.add(f)
             todo += [g for g, _ in f.next_functions]
-    return sum(type(f).__name__ == "ForwardBackward" for f in seen)
+    return sum(type(f).__name__.endswith("ForwardBackward") for f in seen)
 
 
 def gradients(model: Any, batch: dict[str, Any], call: Any = None) -> tuple[Tensor, list[Tensor]]:

@@ -96,7 +96,7 @@ def custom_vjp(
     op = Op(
         name, fwd, bwd, differentiable, rows, outputs, grouped, opaque, fake, layout, flops, axes
     )
-    forward = make_functions(op)
+    forward, eager = make_functions(op)
 
     def call(*tensors: Maybe, **options: Any) -> Any:
         out: Any
@@ -111,12 +111,15 @@ def custom_vjp(
             # chosen here: backward on a GPU runs in its own thread, which using() does not reach
             given = [t for t in tensors if t is not None]
             backend = backend_for(given[0].device.type)
-            values = tuple(options[o] for o in op.options)
-            shared = (False,) * len(tensors)
-            if any(wanted) or torch._C._are_functorch_transforms_active():
-                out = forward(backend, (), shared, wanted, *values, *tensors)
+            values = tuple([options[o] for o in op.options])
+            static = (backend, (), (False,) * len(tensors), wanted, values)
+            transformed = torch._C._are_functorch_transforms_active()
+            if not transformed and not any(wanted):
+                out = op.run_fwd(static, tensors)
+            elif transformed or torch.compiler.is_compiling():
+                out = forward(static, *tensors)
             else:
-                out = op.run_fwd(backend, (), shared, wanted, values, tensors)
+                out = eager(static, *tensors)
         return out[0] if op.outputs == 1 else tuple(out[: op.outputs])
 
     return call

@@ -8,10 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    is_legacy_batchedtensor,
+)
 from torch.autograd.graph import saved_tensors_hooks
 
-_LEGACY_BATCHED = torch._C._dispatch_key_parse("Batched")
 _DIFFERENTIATES = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
 
 
@@ -63,25 +66,21 @@ def _no_hooks() -> AbstractContextManager[None]:
     return saved_tensors_hooks(lambda t: t, lambda t: t) if enabled else nullcontext()
 
 
-def is_legacy_batched(t: Tensor) -> bool:
-    """Whether `torch.autograd.grad(is_grads_batched=True)` made t: its vmap knows no rules."""
-    return torch._C._dispatch_keys(t).has(_LEGACY_BATCHED)
-
-
 def legacy_vmap(pull: Callable, ct: tuple) -> tuple[Tensor, ...] | None:
     """Pull back cotangents that carry an axis of the old vmap by way of the new one.
 
-    None where they carry two. The level of the axis is found by trying: the thread that runs
+    `torch.autograd.grad(is_grads_batched=True)` makes them: its vmap knows no rules. None where
+    they carry two axes. The level of the axis is found by trying: the thread that runs
     backward on a GPU does not know it, and removing an absent level leaves the tensor batched.
     """
     live = [d for d in ct if d is not None]
-    on = [is_legacy_batched(d) for d in live]
+    on = [is_legacy_batchedtensor(d) for d in live]
     for level in range(1, 64):
         bare = [
             torch._remove_batch_dim(d, level, 0, 0) if b else d
             for d, b in zip(live, on, strict=True)
         ]
-        if not any(map(is_legacy_batched, bare)):
+        if not any(map(is_legacy_batchedtensor, bare)):
             break
     else:
         return None

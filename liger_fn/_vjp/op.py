@@ -19,7 +19,7 @@ from liger_fn._vjp.sharding import register
 
 _LIB = torch.library.Library("liger_fn", "DEF")
 _KEYS = ("CPU", "CUDA", "XPU", "MPS")
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
 _SCHEMA = {
     "float": "float",
     "float | None": "float?",
@@ -146,17 +146,17 @@ class Op:
 
     # -- running a rule
 
-    def _fwd_rule(self, backend: Backend, wanted: Sequence[bool], **options: Any) -> Callable:
+    def _fwd_rule(self, backend: Backend, wanted: Sequence[bool], options: dict) -> Callable:
         told = {"wanted": tuple(wanted)} if self.tells_fwd else {}
         return functools.partial(self.fwd[backend], **told, **options)
 
-    def _bwd_rule(self, backend: Backend, wanted: Sequence[bool], **options: Any) -> Callable:
+    def _bwd_rule(self, backend: Backend, wanted: Sequence[bool], options: dict) -> Callable:
         rule = functools.partial(self.bwd[backend], wanted=tuple(wanted), **options)
         return lambda *a, **kw: tuple(itertools.compress(rule(*a, **kw), wanted))
 
-    def _apart_rule(self, *static: Any, **options: Any) -> Callable:
+    def _apart_rule(self, backend: Backend, wanted: Sequence[bool], options: dict) -> Callable:
         """No two results of a registered op are one tensor."""
-        rule = self._bwd_rule(*static, **options)
+        rule = self._bwd_rule(backend, wanted, options)
 
         def apart(*a: Maybe, **groups: int) -> tuple[Tensor, ...]:
             out = rule(*a, **groups)
@@ -177,7 +177,7 @@ class Op:
         wanted: Sequence[bool],
         **options: Any,
     ) -> tuple[Tensor, ...]:
-        rule = make_rule(backend, wanted, **options)
+        rule = make_rule(backend, wanted, options)
         if not groups:
             return rule(*tensors)
         if self.grouped and backend == "triton":
@@ -185,26 +185,21 @@ class Op:
         return loop(rule, groups, mapped, tensors)
 
     def _run(
-        self,
-        pullback: bool,
-        backend: Backend,
-        groups: tuple,
-        mapped: tuple,
-        wanted: tuple,
-        values: tuple,
-        a: Sequence,
+        self, visible: Any, make_rule: Callable, static: tuple, a: Sequence[Maybe]
     ) -> Sequence[Tensor]:
-        kw = dict(zip(self.options, values, strict=True))
-        kw.update(backend=backend, groups=groups, mapped=mapped, wanted=wanted)
-        if self._visible(backend, a):
-            return (self.bwd_op if pullback else self.fwd_op)(*a, **kw)
-        return self._call(self._bwd_rule if pullback else self._fwd_rule, a, **kw)
+        backend, groups, mapped, wanted, values = static
+        options = dict(zip(self.options, values, strict=True))
+        seen = self._visible(backend, a)
+        if not groups and not seen:
+            return make_rule(backend, wanted, options)(*a)
+        options.update(backend=backend, groups=groups, mapped=mapped, wanted=wanted)
+        return visible(*a, **options) if seen else self._call(make_rule, a, **options)
 
-    def run_fwd(self, *args: Any) -> Sequence[Tensor]:
-        return self._run(False, *args)
+    def run_fwd(self, static: tuple, a: Sequence[Maybe]) -> Sequence[Tensor]:
+        return self._run(self.fwd_op, self._fwd_rule, static, a)
 
-    def run_bwd(self, *args: Any) -> Sequence[Tensor]:
-        return self._run(True, *args)
+    def run_bwd(self, static: tuple, a: Sequence[Maybe]) -> Sequence[Tensor]:
+        return self._run(self.bwd_op, self._bwd_rule, static, a)
 
     def _visible(self, backend: Backend, tensors: Sequence[Maybe]) -> bool:
         """Whether to go through the dispatcher: whoever traces or counts must see an op."""
@@ -212,15 +207,15 @@ class Op:
             return self.opaque or backend == "triton"
         if torch._C._len_torch_dispatch_stack() > 0:
             return True
-        return any(t is not None and type(t) not in _PLAIN for t in tensors)
+        return not _PLAIN.issuperset(map(type, tensors))
 
     def reference_pullback(
-        self, groups: tuple, mapped: tuple, wanted: tuple, values: tuple
+        self, _: Backend, groups: tuple, mapped: tuple, wanted: tuple, values: tuple
     ) -> Callable[..., tuple[Tensor, ...]]:
         """(cotangents, tensors) -> wanted cotangents, as differentiable plain torch."""
         options = dict(zip(self.options, values, strict=True))
-        forward = self._fwd_rule("reference", wanted, **options)
-        pull = self._bwd_rule("reference", wanted, **options)
+        forward = self._fwd_rule("reference", wanted, options)
+        pull = self._bwd_rule("reference", wanted, options)
 
         def rule(*a: Maybe) -> tuple[Tensor, ...]:
             if len(self.args) < len(self.names):
@@ -230,7 +225,7 @@ class Op:
             )
 
         for _ in groups:
-            rule = vmap_rule(rule, mapped)
+            rule = vmap_rule(rule, mapped[: self.given])
         return rule
 
 

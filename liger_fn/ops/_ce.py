@@ -176,10 +176,10 @@ def normaliser(
         return None
     if n_valid is None:
         valid = y != ignore_index
-        if class_weight is not None:
-            _, at = out_of_range(y, class_weight.shape[0], valid)
-            valid = torch.where(valid, class_weight.detach()[at].to(dtype), 0.0)
-        n_valid = valid.sum()
+        if class_weight is None:  # a count: two operations less than a divisor of any size
+            return valid.sum().clamp(min=1).to(dtype)
+        _, at = out_of_range(y, class_weight.shape[0], valid)
+        n_valid = torch.where(valid, class_weight.detach()[at].to(dtype), 0.0).sum()
     return divisor(n_valid, y.device, dtype)
 
 
@@ -203,11 +203,21 @@ def reduce_rows(
     return loss if n is None else loss / n
 
 
+def reduced_loss(
+    nll: Tensor, zsq: Tensor, correct: Tensor, y: Tensor, class_weight: Tensor | None, row: Row,
+    z_loss: float, reduction: str, n_valid: float | Tensor | None, token_weight: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The loss alone, of the operations that it takes."""
+    n = normaliser(y, class_weight, row.ignore_index, reduction, n_valid, nll.dtype)
+    loss = reduce_rows(nll, token_weight, reduction, n)
+    return loss + reduce_rows(z_loss * zsq, token_weight, reduction, n) if z_loss else loss
+
+
 def reduced(
     nll: Tensor, zsq: Tensor, correct: Tensor, y: Tensor, class_weight: Tensor | None, row: Row,
-    reduction: str, n_valid: float | Tensor | None, token_weight: Tensor | None,
+    z_loss: float, reduction: str, n_valid: float | Tensor | None, token_weight: Tensor | None,
 ) -> CEStats:  # fmt: skip
     """The losses of rows and their counts as CEStats."""
     n = normaliser(y, class_weight, row.ignore_index, reduction, n_valid, nll.dtype)
-    nll, zsq = (reduce_rows(t, token_weight, reduction, n) for t in (nll, zsq))
+    nll, zsq = (reduce_rows(t, token_weight, reduction, n) for t in (nll, z_loss * zsq))
     return CEStats(nll + zsq, nll, zsq, (y != row.ignore_index).sum(), correct.sum())

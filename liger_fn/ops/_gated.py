@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_fn._check import check_same_shape, check_tensors
-from liger_fn._launch import launch, row_tile, rows_of, tl, triton
+from liger_fn._launch import fresh, launch, row_tile, rows_of, tl, triton
 from liger_fn._math import rounded, up, wide
 from liger_fn._vjp import custom_vjp
 
@@ -160,18 +160,16 @@ def _bwd_kernel(
 
 def _tiling(m: int, n: int, *strides: int) -> tuple[int, int, int, dict[str, int]]:
     """Rows, their length, blocks in each, tile; rows that lie side by side are one long row."""
-    flat = all(stride == n for stride in strides)
+    flat = set(strides) == {n}
     tile = row_tile(1024 if flat else n, 1024, 256)  # nothing to compile for a new m
     m, n = (1, m * n) if flat else (m, n)
     return m, n, -(-n // tile["BLOCK"]), tile
 
 
 def _fwd_triton(gate: Tensor, up: Tensor | None, *, act: str) -> tuple[Tensor]:
-    n, dtype = (
-        gate.shape[-1],
-        gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype),
-    )
-    y = gate.new_empty(gate.shape, dtype=dtype)
+    n = gate.shape[-1]
+    dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
+    y = fresh(gate, dtype)
     gate, up = rows_of(gate, n), None if up is None else rows_of(up, n)
     apart = gate.stride(0), gate.stride(0) if up is None else up.stride(0)
     m, n, blocks, tile = _tiling(gate.shape[0], n, *apart)
@@ -193,8 +191,8 @@ def _launch_bwd(
 def _bwd_triton(
     dy: Tensor, gate: Tensor, up: Tensor | None, *, act: str, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    dgate = gate.new_empty(gate.shape) if wanted[0] else None
-    dup = up.new_empty(up.shape) if up is not None and wanted[1] else None
+    dgate = fresh(gate) if wanted[0] else None
+    dup = fresh(up) if up is not None and wanted[1] else None
     _launch_bwd(dy, gate, up, dgate, dup, gate.shape[-1], act)
     return dgate, dup
 
@@ -206,7 +204,7 @@ def _packed_fwd_triton(gate_up: Tensor, *, act: str) -> tuple[Tensor]:
 def _packed_bwd_triton(
     dy: Tensor, gate_up: Tensor, *, act: str, wanted: tuple[bool, ...]
 ) -> tuple[Tensor]:
-    d = gate_up.new_empty(gate_up.shape)
+    d = fresh(gate_up)
     dgate, dup = rows_of(d, d.shape[-1]).chunk(2, -1)
     gate, up = gate_up.chunk(2, -1)
     _launch_bwd(dy, gate, up, dgate, dup, d.shape[-1], act)

@@ -11,6 +11,8 @@ from torch import Tensor
 from liger_fn._launch import (
     by_group,
     contiguous,
+    fresh,
+    fresh_rows,
     launch,
     row_tile,
     strip_tile,
@@ -133,10 +135,9 @@ def fwd_triton(
     n, dtype, s = x.shape[-1], x.dtype, None
     if residual is not None:
         dtype = torch.promote_types(dtype, residual.dtype)
-        s = x.new_empty(x.shape, dtype=dtype)
+        s = fresh(x, dtype)
     product = dtype if w is None or casting == "gemma" else torch.promote_types(dtype, w.dtype)
-    y = x.new_empty(x.shape, dtype=product)
-    rstd = x.new_empty(x.shape[:-1], dtype=wide(dtype))
+    y, rstd = fresh(x, product), fresh_rows(x, wide(dtype))
     m = rstd.numel()
     launch(
         _fwd_kernel, (m,), x.contiguous(), contiguous(residual), by_group(w, groups), s, y, rstd,
@@ -157,8 +158,8 @@ def bwd_triton(
     x, m = x.contiguous(), rstd.numel() // g
     p, stages, tile = strip_tile(m, n, x)
     one, *two = dict.fromkeys(dtypes or (x.dtype,))
-    dx = x.new_empty(x.shape, dtype=one) if wanted[0] else None
-    dresidual = x.new_empty(x.shape, dtype=two[0]) if two and wanted[0] else None
+    dx = fresh(x, one) if wanted[0] else None
+    dresidual = fresh(x, two[0]) if two and wanted[0] else None
     dw = rstd.new_empty(g, p, n) if wanted[1] else None
     c = None
     if n > tile["BLOCK"] and dx is not None:

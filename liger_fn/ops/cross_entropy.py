@@ -16,11 +16,14 @@ logits. z-loss: Chowdhery et al., 2022, arXiv:2204.02311; softcap: Gemma Team, 2
 arXiv:2408.00118; label smoothing: Szegedy et al., 2015, arXiv:1512.00567.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from liger_fn._check import check_tensors
-from liger_fn._launch import contiguous, launch, row_tile, rows_of, tl, triton
+from liger_fn._launch import contiguous, fresh, launch, row_tile, rows_of, tl, triton
 from liger_fn._math import ce_pull, ce_row, ce_store_gradient, wide
 from liger_fn._vjp import custom_vjp
 from liger_fn.ops._ce import (
@@ -29,6 +32,7 @@ from liger_fn.ops._ce import (
     check_options,
     check_rows,
     reduced,
+    reduced_loss,
     row_losses,
     row_pullback,
 )
@@ -124,7 +128,7 @@ def _bwd_triton(
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor]:  # fmt: skip
     v, tile = logits.shape[-1], row_tile(logits.shape[-1], 2048)
-    z, dz = rows_of(logits, v).contiguous(), logits.new_empty(logits.shape)
+    z, dz = rows_of(logits, v).contiguous(), fresh(logits)
     weights = None if class_weight is None else class_weight.to(top.dtype).sum()
     rows = map(contiguous, (d_nll, d_zsq))
     launch(
@@ -197,17 +201,9 @@ def cross_entropy(
     """
     row = Row(ignore_index, label_smoothing, logit_scale, softcap)
     return _call(
-        "cross_entropy",
-        logits,
-        y,
-        row,
-        z_loss,
-        class_weight,
-        token_weight,
-        reduction,
-        n_valid,
-        group,
-    ).loss
+        "cross_entropy", reduced_loss, logits, y, row, z_loss, class_weight, token_weight,
+        reduction, n_valid, group,
+    )  # fmt: skip
 
 
 def cross_entropy_with_stats(
@@ -246,14 +242,18 @@ def cross_entropy_with_stats(
         >>> cross_entropy_with_stats(torch.eye(3), torch.tensor([0, 1, 0])).n_correct
         tensor(2)
     """
-    row, op = Row(ignore_index, label_smoothing, logit_scale, softcap), "cross_entropy_with_stats"
-    return _call(op, logits, y, row, z_loss, class_weight, token_weight, reduction, n_valid, group)
+    row = Row(ignore_index, label_smoothing, logit_scale, softcap)
+    return _call(
+        "cross_entropy_with_stats", reduced, logits, y, row, z_loss, class_weight, token_weight,
+        reduction, n_valid, group,
+    )  # fmt: skip
 
 
 def _call(
-    op: str, logits: Tensor, y: Tensor, row: Row, z_loss: float, class_weight: Tensor | None,
-    u: Tensor | None, reduction: str, n_valid: float | Tensor | None, group: Vocab | None,
-) -> CEStats:  # fmt: skip
+    op: str, reduce: Callable[..., Any], logits: Tensor, y: Tensor, row: Row, z_loss: float,
+    class_weight: Tensor | None, u: Tensor | None, reduction: str, n_valid: float | Tensor | None,
+    group: Vocab | None,
+) -> Any:  # fmt: skip
     columns = "v" if group is None else "u"  # each rank has the weights of all columns
     check_tensors(
         op, logits=(logits, "... v"), y=(y, "int ..."), class_weight=(class_weight, f"? {columns}")
@@ -269,4 +269,4 @@ def _call(
         nll, zsq, correct = _rows(logits, y, weight, **row._asdict())
     else:
         nll, zsq, correct = ce_on_shard(logits, y, weight, **row._asdict(), **shard._asdict())
-    return reduced(nll, z_loss * zsq, correct, y, weight, row, reduction, n_valid, u)
+    return reduce(nll, zsq, correct, y, weight, row, z_loss, reduction, n_valid, u)

@@ -23,6 +23,7 @@ from torch import Tensor
 from liger_fn._check import check_tensors
 from liger_fn._launch import (
     by_group,
+    fresh,
     launch,
     row_tile,
     rows_of,
@@ -121,7 +122,7 @@ def _bwd_kernel(
 def _fwd_triton(
     x: Tensor, alpha: Tensor, w: Tensor | None, b: Tensor | None, *, groups: int | None = None
 ) -> tuple[Tensor]:
-    n, y, tile = x.shape[-1], x.new_empty(x.shape), row_tile(x.shape[-1], _LIMIT, _LIMIT)
+    n, y, tile = x.shape[-1], fresh(x), row_tile(x.shape[-1], _LIMIT, _LIMIT)
     m = math.prod(x.shape[:-1])
     launch(
         _fwd_kernel, (m, -(-n // tile["BLOCK"])), x.contiguous(), _alphas(alpha, x, groups),
@@ -137,7 +138,7 @@ def _bwd_triton(
     n, g, tile = x.shape[-1], groups or 1, row_tile(x.shape[-1], _LIMIT)
     a, m, blocks = _alphas(alpha, x, groups), math.prod(x.shape[:-1]) // g, -(-n // tile["BLOCK"])
     p = strips(m, x.device, max(1, 8 // max(1, blocks)))
-    dx = x.new_empty(x.shape) if wanted[0] else None
+    dx = fresh(x) if wanted[0] else None
     dalpha = a.new_empty(g, p, blocks) if wanted[1] else None
     dw, db = (a.new_empty(g, p, n) if asked else None for asked in wanted[2:])
     launch(

@@ -240,7 +240,7 @@ def _call(
     a = (w, x.reshape(-1, x.shape[-1]), b, y.reshape(-1), weight)
     if reduction == "none":
         nll, zsq, correct = (t.view(y.shape) for t in _per_row[group is not None](*a, **options))
-        return reduced(nll, z_loss * zsq, correct, y, weight, row, reduction, n_valid, u)
+        return reduced(nll, zsq, correct, y, weight, row, z_loss, reduction, n_valid, u)
     rule = rules[group is not None]
     u = u if u is None else u.reshape(-1).to(wide(compute))
     n = normaliser(y, weight, row.ignore_index, reduction, n_valid, wide(compute))

@@ -21,6 +21,8 @@ from torch import Tensor
 from liger_fn._check import check_tensors
 from liger_fn._launch import (
     by_group,
+    fresh,
+    fresh_rows,
     launch,
     row_tile,
     rows_of,
@@ -151,8 +153,8 @@ def _bwd_kernel(
 def _fwd_triton(
     x: Tensor, w: Tensor | None, b: Tensor | None, *, eps: float, groups: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    n, y = x.shape[-1], x.new_empty(x.shape)
-    mean = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+    n, y = x.shape[-1], fresh(x)
+    mean = fresh_rows(x, wide(x.dtype))
     rstd, m = torch.empty_like(mean), mean.numel()
     launch(
         _fwd_kernel, (m,), x.contiguous(), by_group(w, groups), by_group(b, groups), y, mean, rstd,
@@ -171,7 +173,7 @@ def _bwd_triton(
     )  # fmt: skip
     m = mean.numel() // g
     p, stages, tile = strip_tile(m, n, x, 1024)
-    dx = x.new_empty(x.shape) if wanted[0] else None
+    dx = fresh(x) if wanted[0] else None
     dw, db = (mean.new_empty(g, p, n) if asked else None for asked in wanted[1:])
     c = None
     if wanted[0] and n > tile["BLOCK"]:

@@ -14,7 +14,7 @@ twice, after Milakov and Gimelshein, 2018, arXiv:1805.02867.
 from torch import Tensor
 
 from liger_fn._check import check_tensors
-from liger_fn._launch import launch, row_tile, rows_of, tl, triton
+from liger_fn._launch import fresh, launch, row_tile, rows_of, tl, triton
 from liger_fn._math import by_lane, cast, of_lanes, online, up, whole, wide
 from liger_fn._vjp import custom_vjp
 
@@ -84,14 +84,14 @@ def _load(dy_ptr, y_ptr, col, n):
 
 def _fwd_triton(x: Tensor) -> tuple[Tensor]:
     n, tile = x.shape[-1], row_tile(x.shape[-1], 16384)
-    rows, y = rows_of(x, n).contiguous(), x.new_empty(x.shape)
+    rows, y = rows_of(x, n).contiguous(), fresh(x)
     launch(_fwd_kernel, (rows.shape[0],), rows, y, n, FITS=n <= tile["BLOCK"], **tile)
     return (y,)
 
 
 def _bwd_triton(dy: Tensor, y: Tensor, *, wanted: tuple[bool, ...]) -> tuple[Tensor]:
     n, tile = y.shape[-1], row_tile(y.shape[-1], 16384 if y.shape[-1] <= 16384 else 4096)
-    rows, dx = rows_of(y, n).contiguous(), y.new_empty(y.shape)
+    rows, dx = rows_of(y, n).contiguous(), fresh(y)
     launch(
         _bwd_kernel, (rows.shape[0],), dy.contiguous(), rows, dx, n, FITS=n <= tile["BLOCK"], **tile
     )  # fmt: skip

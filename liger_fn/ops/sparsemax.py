@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_fn._check import check_tensors
-from liger_fn._launch import launch, row_tile, rows_of, tl, triton
+from liger_fn._launch import fresh, fresh_rows, launch, row_tile, rows_of, tl, triton
 from liger_fn._math import cast, quotient, up, wide
 from liger_fn._vjp import custom_vjp
 
@@ -116,8 +116,8 @@ def _load(dy_ptr, x_ptr, col, n, top, tau):
 
 def _fwd_triton(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n, tile = x.shape[-1], row_tile(x.shape[-1])
-    rows, y = rows_of(x, n).contiguous(), x.new_empty(x.shape)
-    top = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+    rows, y = rows_of(x, n).contiguous(), fresh(x)
+    top = fresh_rows(x, wide(x.dtype))
     tau = torch.empty_like(top)
     launch(_fwd_kernel, (rows.shape[0],), rows, y, top, tau, n, FITS=n <= tile["BLOCK"], **tile)
     return y, top, tau
@@ -127,7 +127,7 @@ def _bwd_triton(
     dy: Tensor, x: Tensor, top: Tensor, tau: Tensor, *, wanted: tuple[bool, ...]
 ) -> tuple[Tensor]:
     n = x.shape[-1]
-    rows, dx = rows_of(x, n).contiguous(), x.new_empty(x.shape)
+    rows, dx = rows_of(x, n).contiguous(), fresh(x)
     launch(
         _bwd_kernel, (rows.shape[0],), dy.contiguous(), rows, top.contiguous(), tau.contiguous(),
         dx, n, **row_tile(n),
