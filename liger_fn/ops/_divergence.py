@@ -106,7 +106,7 @@ def terms(
     # gradient of 0 * inf is NaN
     no_q, no_p = q == 0, p == 0
     r = torch.where(no_q & no_p, 0.0, (zp - zq) * (1 / temperature) - gap)
-    near = r.abs() < 0.0625
+    near = r.abs() < 0.5
     close = torch.where(near, r, 0.0)
     if kind == "tvd":
         half = 0.5 * torch.sign(r)
@@ -130,9 +130,9 @@ def terms(
 
 
 def _rest(x: Tensor) -> Tensor:
-    """exp(x) - 1 - x, by its series: for |x| <= 1/16."""
+    """exp(x) - 1 - x, by its series: for |x| <= 1/2."""
     h = torch.ones_like(x)
-    for k in range(10, 2, -1):
+    for k in range(15, 2, -1):
         h = 1 + x * h / k
     return x * x * h / 2
 

@@ -14,22 +14,35 @@ def log1p(x):
 @triton.jit
 def is_near(x):
     """Whether `expm1_rest` knows x; of NaN False."""
-    return tl.abs(x) < (0.015625 if x.dtype == tl.float64 else 0.0625)
+    return tl.abs(x) < (0.015625 if x.dtype == tl.float64 else 0.5)
 
 
 @triton.jit
 def expm1_rest(x):
     """Return exp(x) - 1 - x where x `is_near`, with all its digits."""
-    p = 1 / 120
+    p = 1 / 720 + x * (1 / 5040 + x * (1 / 40320 + x / 362880))
+    return x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * p))))
+
+
+@triton.jit
+def is_tiny(x):
+    return tl.abs(x) < 0.015625
+
+
+@triton.jit
+def expm1_rest_of_tiny(x):
+    """What `expm1_rest` gives, of x that `is_tiny`: in float32 a third of the work."""
     if x.dtype == tl.float64:
-        p += x * (1 / 720 + x * (1 / 5040 + x * (1 / 40320 + x / 362880)))
-    return x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * p)))
+        rest = expm1_rest(x)
+    else:
+        rest = x * x * (1 / 2 + x * (1 / 6 + x / 24))
+    return rest
 
 
 @triton.jit
 def step(e_p, e_q, x):
-    """Return e_p - e_q, where e_p = e_q * exp(x), with all its digits for a small x too."""
-    return tl.where(is_near(x), e_q * (x + expm1_rest(x)), e_p - e_q)
+    """Return e_p - e_q, where e_p = e_q * exp(x), with all its digits for a tiny x too."""
+    return tl.where(is_tiny(x), e_q * (x + expm1_rest_of_tiny(x)), e_p - e_q)
 
 
 @triton.jit
@@ -62,7 +75,7 @@ def both_whole(tops_q, sums_q, tops_p, sums_p, aheads, SCALE: tl.constexpr):
     sum_q, sum_p = tl.sum(sums_q * f_q), tl.sum(sums_p * f_p)
     of_q = tl.where(sum_q == 0.0, 1.0, sum_q)  # a row that is not read
     x = ahead / of_q
-    gap = tl.where(is_near(x), log1p(x), tl.log(quotient(sum_p, of_q)))
+    gap = tl.where(tl.abs(x) < 0.25, log1p(x), tl.log(quotient(sum_p, of_q)))
     return top_q, sum_q, top_p, sum_p, gap
 
 
@@ -118,15 +131,16 @@ def divergence_terms(
     zq, zp = zq - top_q, zp - top_p
     q, p = tl.exp(zq * SCALE) / sum_q, tl.exp(zp * SCALE) / sum_p
     r = (zp - zq) * SCALE - gap  # log(p / q); NaN where both are 0
-    near, rest = is_near(r), expm1_rest(-r)
+    near = is_near(r)
     if KIND == "kl":
+        rest = expm1_rest(-r)
         b = tl.where(near, p * (rest - r), q - p)
         a = tl.where(p == 0.0, 0.0, p * r)
         f = tl.where(near, p * rest, a + b)
     elif KIND == "tvd":
         half = tl.where(r > 0.0, 0.5, tl.where(r < 0.0, -0.5, 0.0))
         b, a = -half * q, half * p
-        f = tl.where(near, a * (r - rest), a + b)
+        f = tl.where(is_tiny(r), a * (r - expm1_rest_of_tiny(-r)), a + b)
     else:
         of_p, of_q = tl.full((), BETA, p.dtype), tl.full((), 1.0 - BETA, p.dtype)
         own, other = tl.where(r > 0.0, of_p, of_q), tl.where(r > 0.0, of_q, of_p)
@@ -139,5 +153,6 @@ def divergence_terms(
         q_share, p_share = of_q * q, of_p * p
         b = tl.where(q == 0.0, 0.0, -q_share * m_q)
         a = tl.where(p == 0.0, 0.0, -p_share * m_p)
-        f = tl.where(near, q_share * expm1_rest(m_q) + p_share * expm1_rest(m_p), a + b)
+        f = q_share * expm1_rest_of_tiny(m_q) + p_share * expm1_rest_of_tiny(m_p)
+        f = tl.where(is_tiny(r), f, a + b)
     return q, p, b, a, f
