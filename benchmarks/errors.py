@@ -32,7 +32,7 @@ if _launch._INTERPRET:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALES = (1e-4, 1.0, 1e4)
-SEEDS = range(4)
+SEEDS = range(16)  # of 4 points plain torch was lucky at all in 3 % of the lines
 LARGER = {"lead": (8,), "n": 257, "v": 257, "d": 64}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -193,7 +193,7 @@ ROWS = [
         bound(group_norm, groups=2, eps=0.1), images, ("x", "w", "b"),
         {"b": 2, "per_group": 2, "at": (2, 1)},
         {"b": range(4), "per_group": range(1, 4), "at": [(2,), (7,), (3, 2), (17,), (1, 2, 3)]},
-        ("w", "b"),
+        ("w", "b"), plain=lambda x, w, b: F.group_norm(x, 2, w, b, 0.1),
         bench=Bench(shapes.images, ROWED,
                     {"stable-diffusion": {"b": 16, "per_group": 10, "at": (64, 64), "groups": 32}},
                     {"b": 2, "per_group": 2, "at": (4, 4), "groups": 32},
