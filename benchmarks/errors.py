@@ -4,8 +4,8 @@
 
 For each row of tests/table, in float32, bfloat16 and float16, where it comes closest to what is
 allowed, 2 x plain torch's error + 1 ulp, at magnitudes from 1e-4 to 1e4: the largest error of any
-output and of any gradient in ulps of the largest entry, the same of plain torch, and the share. Lines
-above 100 % are listed again below, each with its reason.
+output and of any gradient in ulps of the largest entry, the same of plain torch, and the share.
+Lines above 100 % are listed again below, each with its reason.
 """
 
 from __future__ import annotations

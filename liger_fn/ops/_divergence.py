@@ -32,6 +32,7 @@ count: value and gradients are 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def _fwd_ref(
     near = x.abs() < 0.5
     gap = torch.where(near, torch.where(near, x, 0.0).log1p(), (sum_p / sum_q).log())
     stats = (top_q, sum_q, top_p, sum_p, gap)
-    _, _, b, a, f = terms(student, teacher, valid, *stats, kind, beta, temperature)
+    _, _, b, a, f = terms(student, teacher, valid, stats, kind, beta, temperature)
     sums = (t.sum(-1, keepdim=True) for t in (b, a))
     return f.sum(-1), torch.cat((*stats, *sums), -1)
 
@@ -74,8 +75,8 @@ def _bwd_ref(
     kind: str, beta: float, temperature: float, ignore_index: int, wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     valid = None if y is None else (y != ignore_index)[..., None]
-    *stats, b_sum, a_sum = stats.split(1, -1)
-    q, p, b, a, _ = terms(student, teacher, valid, *stats, kind, beta, temperature)
+    *of_row, b_sum, a_sum = stats.split(1, -1)
+    q, p, b, a, _ = terms(student, teacher, valid, of_row, kind, beta, temperature)
     d, out = d[..., None] * (1 / temperature), []
     both = ((student, b, q, b_sum), (teacher, a, p, a_sum))
     for (z, share, prob, total), want in zip(both, wanted, strict=True):
@@ -95,10 +96,11 @@ def _masked(student: Tensor, teacher: Tensor, valid: Tensor | None) -> tuple[Ten
 
 
 def terms(
-    student: Tensor, teacher: Tensor, valid: Tensor | None, top_q: Tensor, sum_q: Tensor,
-    top_p: Tensor, sum_p: Tensor, gap: Tensor, kind: str, beta: float, temperature: float,
+    student: Tensor, teacher: Tensor, valid: Tensor | None, stats: Sequence[Tensor],
+    kind: str, beta: float, temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Plain torch: q, p, b, a, f."""
+    top_q, sum_q, top_p, sum_p, gap = stats
     zq, zp = _masked(student, teacher, valid)
     zq, zp = zq - top_q, zp - top_p
     q, p = ((z * (1 / temperature)).exp() / s for z, s in ((zq, sum_q), (zp, sum_p)))
