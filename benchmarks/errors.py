@@ -5,6 +5,7 @@
 For each row of tests/table, in float32, bfloat16 and float16, where it comes closest to what is
 allowed, 2 x plain torch's error + 1 ulp, at magnitudes from 1e-4 to 1e4: the largest error of any
 output and of any gradient in ulps of the largest entry, the same of plain torch, and the share.
+Lines above 100 % are listed again below, each with its reason.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ if _launch._INTERPRET:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALES = (1e-4, 1.0, 1e4)
-SEEDS = range(4)
+SEEDS = range(16)  # of 4 points plain torch was lucky at all of them in 1 line of 50
+# by the row of the table; the docstring of the function says it at length
+KNOWN = {
+    "fused_linear_kl-topk": "an ulp of teacher_logp_topk moves the exact gradient by more",
+    "jsd": "the exact gradient vanishes: only rounding is left, in plain torch too",
+}
 LARGER = {"lead": (8,), "n": 257, "v": 257, "d": 64}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -82,9 +88,9 @@ def flat(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
 
 
-def line(row: Row, name: str, backend: str) -> str:
-    """The worst over magnitudes of one function in one dtype."""
-    cells = [row.id, name, backend]
+def line(row: Row, name: str, backend: str) -> tuple[str, float]:
+    """The worst over magnitudes of one function in one dtype, and how much of what is allowed."""
+    cells, most = [row.id, name, backend], 0.0
     found = []
     for scale in SCALES:  # at one point an error may be small by luck: the worst of several
         points = [measured(row, DTYPES[name], scale, backend, seed) for seed in SEEDS]
@@ -92,8 +98,9 @@ def line(row: Row, name: str, backend: str) -> str:
     for kind in (0, 1):
         each = [(o / (2 * p + u), o / u, p / u) for k, o, p, u in found if k == kind]
         share, ours, plain = max(each)
+        most = max(most, share)
         cells += [f"{ours:.2f}", f"{plain:.2f}", f"{100 * share:.0f} %"]
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cells) + " |", most
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -110,12 +117,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         *(f"{k}, {c}" for k in ("output", "gradient") for c in each),
     )
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    above = []
     for row in ROWS:
         if given.op and row.covers not in given.op:
             continue
         for name in DTYPES:
             for backend in backends:
-                print(line(row, name, backend), flush=True)
+                text, share = line(row, name, backend)
+                print(text, flush=True)
+                if share > 1:
+                    why = KNOWN.get(row.id, "not known")
+                    above.append(f"- {row.id}, {name}, {backend}, {100 * share:.0f} %: {why}")
+    print("\nAbove what is allowed:", *(above or ["none"]), sep="\n")
 
 
 if __name__ == "__main__":

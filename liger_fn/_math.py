@@ -59,16 +59,25 @@ def quotient(a, b):
 
 @triton.jit
 def tanh(x):
-    # 1 - 2/(e^2x + 1) cancels near 0: there the odd polynomial of Cephes' tanhf (S. Moshier) is
+    t, _ = tanh_slope(x)
+    return t
+
+
+@triton.jit
+def tanh_slope(x):
+    """tanh(x) and its derivative, 4 q (1 - q) with q = 1 / (e^2x + 1): 1 - t * t cancels."""
+    # 1 - 2 q cancels near 0: there the odd polynomial of Cephes' tanhf (S. Moshier) is
     # good to an ulp of float32. float64 has room for the plain form: its absolute error is 1e-16.
-    # From the positive side: below 0 it would be off by 3 ulp, and 1 - t * t doubles that.
-    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
+    # From the positive side: below 0 it would be off by 3 ulp.
+    q = 1.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
+    far = 1.0 - 2.0 * q
     far = tl.where(x < 0.0, -far, far)
     s = x * x
     p = tl.fma(tl.fma(s, -5.70498872745e-3, 2.06390887954e-2), s, -5.37397155531e-2)
     p = tl.fma(tl.fma(p, s, 1.33314422036e-1), s, -3.33332819422e-1)
     near = tl.fma(x * s, p, x)
-    return far if x.dtype == tl.float64 else tl.where(tl.abs(x) < 0.625, near, far)
+    t = far if x.dtype == tl.float64 else tl.where(tl.abs(x) < 0.625, near, far)
+    return t, 4.0 * q * (1.0 - q)
 
 
 @triton.jit
@@ -111,10 +120,9 @@ def capped_slope(z, SCALE: tl.constexpr, CAP: tl.constexpr):
     """What `capped` gives, and its derivative but for the factor SCALE."""
     z = up(z) * SCALE
     slope = tl.full((), 1.0, z.dtype)
-    if CAP != 0.0:  # from tanh itself: z / CAP would round it twice more, and 1 - t * t cancels
-        t = tanh(z / CAP)
+    if CAP != 0.0:
+        t, slope = tanh_slope(z / CAP)
         z = CAP * t
-        slope = 1.0 - t * t
     return z, slope
 
 

@@ -65,6 +65,16 @@ def test_the_slope_at_one_of_the_exact_form(backend, device):
     close(dgate, [0.8413447460685429 + math.exp(-0.5) / math.sqrt(2 * math.pi)])
 
 
+def test_the_slope_keeps_its_digits_where_the_gate_is_nearly_open(backend, device):
+    gate = torch.linspace(-9, 9, 257, device=device)
+    one = torch.ones_like(gate)
+    _, (dgate, _) = results(geglu, (gate, one), (one,))
+    _, (want, _) = results(
+        partial(exact, how="tanh"), (gate.double(), one.double()), (one.double(),)
+    )
+    assert (dgate - want).abs().amax() <= 4 * 2**-24
+
+
 @both
 def test_far_gates_pass_up_through_or_close_without_nan(backend, device, how):
     gate = torch.tensor([1e4, -1e4, 1e25, -1e25, 0.0], device=device)

@@ -1,7 +1,8 @@
 """The row passes of distillation: logits of one chunk to divergences and their gradient.
 
 kl, reverse (KL with the roles swapped), jsd, tvd     as in `_divergence`
-cosine    1 - cos(z, zt) = |z/|z| - zt/|zt||**2 / 2, exactly 0 for equals; 1 where one is 0
+cosine    1 - cos(z, zt); where that is below 1/2 as |z/|z| - zt/|zt||**2 / 2, exactly 0 for
+          equals, whose own rounding is an ulp of 2 far from it; 1 where one is 0
 top k     as in `_distill_topk`
 
 Both passes take (z, y, a, zt, at, gradient): z holds the student's logits before scale and cap, zt
@@ -74,7 +75,9 @@ def _cosine(z: Tensor, valid: Tensor, zt: Tensor) -> Found:
     sizes = [torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (z, zt)]
     empty = (sizes[0] == 0) | (sizes[1] == 0)
     unit, other = (t / torch.where(empty, 1.0, n) for t, n in zip((z, zt), sizes, strict=True))
-    value = torch.where(empty[:, 0], 1.0, 0.5 * (unit - other).square().sum(-1))
+    value = 0.5 * (unit - other).square().sum(-1)
+    value = torch.where(value < 0.5, value, 1 - (unit * other).sum(-1))
+    value = torch.where(empty[:, 0], 1.0, value)
 
     def pull(d: Tensor) -> Tensor:
         # what of -other is across unit, and so of unit - other: that has the digits where they are
@@ -103,7 +106,7 @@ def _divergence_kernel(
     zp_ptr += row * v
     dtype: tl.constexpr = value_ptr.dtype.element_ty
     n = tl.where(tl.load(y_ptr + row) == IGNORE, 0, v)  # an ignored row is not read
-    value, top_q, sum_q, b_sum, top_p, sum_p, a_sum = divergence_row(
+    value, top_q, sum_q, top_p, sum_p, gap, b_sum, a_sum = divergence_row(
         zq_ptr, zp_ptr, n, dtype, KIND, BETA, COLD, BLOCK, SCALE_Q, CAP_Q, SCALE_P, CAP_P
     )
     tl.store(value_ptr + row, value)
@@ -112,7 +115,9 @@ def _divergence_kernel(
         for k in range(0, v, BLOCK):
             col = k + tl.arange(0, BLOCK)
             zq, zp = divergence_load(zq_ptr, zp_ptr, col, n, dtype, SCALE_Q, CAP_Q, SCALE_P, CAP_P)
-            q, p, b, a = divergence_terms(zq, zp, top_q, sum_q, top_p, sum_p, KIND, BETA, COLD)
+            q, p, b, a, _ = divergence_terms(
+                zq, zp, top_q, sum_q, top_p, sum_p, gap, KIND, BETA, COLD
+            )
             if PULL == "q":
                 overwrite(zq_ptr, col, n, v, d * (b - q * b_sum), SCALE_Q, CAP_Q)
             else:
@@ -167,12 +172,13 @@ def _cosine_kernel(
         square += unit * unit
         along += unit * e
         away -= unit * ut
-    value = tl.where(empty, 1.0, 0.5 * tl.sum(apart))
+    value, away_sum = 0.5 * tl.sum(apart), tl.sum(away)
+    value = tl.where(empty, 1.0, tl.where(value < 0.5, value, 1.0 + away_sum))
     tl.store(value_ptr + row, tl.where(live, value, 0.0))
     if PULL:
         d = tl.where(empty, 0.0, tl.load(a_ptr + row) / size)
         near = tl.where(value < 0.5, 1.0, 0.0)  # which of two forms has the digits: see _cosine
-        inward = tl.where(value < 0.5, tl.sum(along), tl.sum(away))
+        inward = tl.where(value < 0.5, tl.sum(along), away_sum)
         inward /= tl.where(empty, 1.0, tl.sum(square))
         for k in range(0, v, BLOCK):
             unit, ut = _units(z_ptr, zt_ptr, k + col, n, size, other, SCALE, CAP, SCALE_T, CAP_T)

@@ -30,20 +30,20 @@ def topk_ref(
     at = torch.where(valid[:, None], at, 0)
     z = torch.where(valid[:, None], wide(z) / temperature, 0.0)
     logp = torch.where(valid[:, None], logp.to(z.dtype), -math.inf)
-    logq, p = z.log_softmax(-1), logp.exp()
+    logq, q, p = z.log_softmax(-1), z.softmax(-1), logp.exp()
     own = logq.gather(-1, at)
     rest = (1 - p.sum(-1)).clamp(min=0) if at.shape[-1] < z.shape[-1] else p.new_zeros(p.shape[:-1])
     log_outside = logq.scatter(-1, at, -math.inf).logsumexp(-1)
+    some = ((rest > 0) & (log_outside > -math.inf))[:, None]
     terms = p * torch.where(p > 0, logp - own, 0.0)
     log_rest = torch.where(rest > 0, rest, 1.0).log()
     tail = torch.where(rest > 0, rest * (log_rest - torch.where(rest > 0, log_outside, 0.0)), 0.0)
     value = torch.where(valid, terms.sum(-1) + tail, 0.0)
 
     def pull(d: Tensor) -> Tensor:
-        some = (rest > 0) & (log_outside > -math.inf)
-        spread = torch.where(some, log_outside, math.inf)[:, None]
-        g = logq.exp() - rest[:, None] * (logq - spread).exp()
-        g = g.scatter(-1, at, own.exp() - p) / temperature
+        outside = torch.where(some, z.scatter(-1, at, -math.inf), z).softmax(-1)
+        g = q - torch.where(some, rest[:, None] * outside, 0.0)
+        g = g.scatter(-1, at, q.gather(-1, at) - p) / temperature
         return torch.where(valid[:, None], d[:, None] * g, 0.0)
 
     return value, pull
@@ -110,12 +110,13 @@ def _topk_kernel(
     for i in range(0, k, BLOCK):
         mask = i + col < known
         z = capped(tl.load(known_ptr + i + col, mask, other=0.0), SCALE, CAP)
-        logq = (z - top) * COLD - log_sum
+        logq = (z - top) * COLD
+        q, logq = tl.exp(logq) / total, logq - log_sum
         logp = tl.load(logp_ptr + i + col, mask, other=-float("inf")).to(dtype)
         p = tl.exp(logp)
         terms += p * tl.where(p > 0.0, logp - logq, 0.0)
         if PULL:
-            overwrite(known_ptr, i + col, known, k, d * (tl.exp(logq) - p), SCALE, CAP)
+            overwrite(known_ptr, i + col, known, k, d * (q - p), SCALE, CAP)
     log_open = (top_open - top) * COLD + (tl.log(sum_open) - log_sum)
     tail = tl.where(rest > 0.0, rest * (tl.log(rest) - log_open), 0.0)
     tl.store(value_ptr + row, tl.sum(terms) + tail)
@@ -124,7 +125,7 @@ def _topk_kernel(
         share = rest / tl.where(sum_open > 0.0, sum_open, float("inf"))
         for i in range(0, v, BLOCK):
             z, _ = _open(z_ptr, i + col, n, SCALE, CAP)
-            g = tl.exp((z - top) * COLD - log_sum) - share * tl.exp((z - top_open) * COLD)
+            g = tl.exp((z - top) * COLD) / total - share * tl.exp((z - top_open) * COLD)
             overwrite(z_ptr, i + col, n, v, d * g, SCALE, CAP)
 
 

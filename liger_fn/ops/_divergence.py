@@ -16,7 +16,14 @@ pullbacks:
                                        a = beta p log(p / m)      b = (1 - beta) q log(q / m)
 
 q - p sums to 0; with it, and near p = q as p * expm1(-r), the terms of KL add up to p times about
-r**2 / 2, so that rounding is of the size of KL and not of p. Where p = q every term is exactly 0.
+r**2 / 2, so that rounding is of the size of KL and not of p. There f itself is formed, not a + b:
+with h(x) = exp(x) - 1 - x from its series it is p h(-r) for KL and, as the slopes of both halves
+cancel, beta p h(log(m / p)) + (1 - beta) q h(log(m / q)) for JSD.
+
+r, whose sign TVD needs, comes from differences of logits and log(sum_p / sum_q), the sums being
+those of exponentials. Their ratio is rounded by an ulp of 1, more than r where the distributions
+are within 1e-7 of each other: near 1 its logarithm is log1p((sum_p - sum_q) / sum_q), the
+difference a sum of exp(zq) * expm1(zp - zq) over columns. Where p = q every term is exactly 0.
 All is float32 (float64 where a tensor is), and from differences to the maximum of a row, which keep
 their digits under a large common offset. A row whose y is ignore_index is not read and does not
 count: value and gradients are 0.
@@ -25,6 +32,7 @@ count: value and gradients are 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,15 +52,22 @@ def _fwd_ref(
     kind: str, beta: float, temperature: float, ignore_index: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     valid = None if y is None else (y != ignore_index)[..., None]
-    parts = []
-    for z in _masked(student, teacher, valid):
-        top = z.detach().amax(-1, keepdim=True)
-        parts += [top, ((z - top) * (1 / temperature)).exp().sum(-1, keepdim=True)]
-    top_q, sum_q, top_p, sum_p = parts
-    _, _, b, a = terms(student, teacher, valid, top_q, sum_q, top_p, sum_p, kind, beta, temperature)
-    b_sum, a_sum = b.sum(-1, keepdim=True), a.sum(-1, keepdim=True)
-    stats = torch.cat((top_q, sum_q, b_sum, top_p, sum_p, a_sum), -1)
-    return (a + b).sum(-1), stats
+    zq, zp = _masked(student, teacher, valid)
+    top_q, top_p = (z.detach().amax(-1, keepdim=True) for z in (zq, zp))
+    zq, zp = zq - top_q, zp - top_p
+    e_q, e_p = ((z * (1 / temperature)).exp() for z in (zq, zp))
+    sum_q, sum_p = e_q.sum(-1, keepdim=True), e_p.sum(-1, keepdim=True)
+    # log(sum_p / sum_q), from the difference where it is small
+    x = (zp - zq) * (1 / temperature)
+    near = x.abs() < 0.5
+    apart = torch.where(near, e_q * torch.where(near, x, 0.0).expm1(), e_p - e_q)
+    x = apart.sum(-1, keepdim=True) / sum_q
+    near = x.abs() < 0.5
+    gap = torch.where(near, torch.where(near, x, 0.0).log1p(), (sum_p / sum_q).log())
+    stats = (top_q, sum_q, top_p, sum_p, gap)
+    _, _, b, a, f = terms(student, teacher, valid, stats, kind, beta, temperature)
+    sums = (t.sum(-1, keepdim=True) for t in (b, a))
+    return f.sum(-1), torch.cat((*stats, *sums), -1)
 
 
 def _bwd_ref(
@@ -60,8 +75,8 @@ def _bwd_ref(
     kind: str, beta: float, temperature: float, ignore_index: int, wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     valid = None if y is None else (y != ignore_index)[..., None]
-    top_q, sum_q, b_sum, top_p, sum_p, a_sum = stats.split(1, -1)
-    q, p, b, a = terms(student, teacher, valid, top_q, sum_q, top_p, sum_p, kind, beta, temperature)
+    *of_row, b_sum, a_sum = stats.split(1, -1)
+    q, p, b, a, _ = terms(student, teacher, valid, of_row, kind, beta, temperature)
     d, out = d[..., None] * (1 / temperature), []
     both = ((student, b, q, b_sum), (teacher, a, p, a_sum))
     for (z, share, prob, total), want in zip(both, wanted, strict=True):
@@ -81,25 +96,27 @@ def _masked(student: Tensor, teacher: Tensor, valid: Tensor | None) -> tuple[Ten
 
 
 def terms(
-    student: Tensor, teacher: Tensor, valid: Tensor | None, top_q: Tensor, sum_q: Tensor,
-    top_p: Tensor, sum_p: Tensor, kind: str, beta: float, temperature: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Plain torch: q, p, b, a."""
+    student: Tensor, teacher: Tensor, valid: Tensor | None, stats: Sequence[Tensor],
+    kind: str, beta: float, temperature: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Plain torch: q, p, b, a, f."""
+    top_q, sum_q, top_p, sum_p, gap = stats
     zq, zp = _masked(student, teacher, valid)
-    zq, zp = (zq - top_q) * (1 / temperature), (zp - top_p) * (1 / temperature)
-    q, p = zq.exp() / sum_q, zp.exp() / sum_p
+    zq, zp = zq - top_q, zp - top_p
+    q, p = ((z * (1 / temperature)).exp() / s for z, s in ((zq, sum_q), (zp, sum_p)))
     # where a probability is 0 its logarithm is replaced before the product, not after it: the
     # gradient of 0 * inf is NaN
     no_q, no_p = q == 0, p == 0
-    r = torch.where(no_q & no_p, 0.0, (zp - zq) - (sum_p / sum_q).log())
-    if kind == "tvd":
-        half = 0.5 * torch.sign(p - q)
-        return q, p, -half * q, half * p
+    r = torch.where(no_q & no_p, 0.0, (zp - zq) * (1 / temperature) - gap)
     near = r.abs() < 0.5
     close = torch.where(near, r, 0.0)
+    if kind == "tvd":
+        half = 0.5 * torch.sign(r)
+        f = torch.where(near, half * p * -torch.expm1(-close), half * (p - q))
+        return q, p, -half * q, half * p, f
     if kind == "kl":
-        b = torch.where(near, p * torch.expm1(-close), q - p)
-        return q, p, b, p * torch.where(no_p, 0.0, r)
+        b, a = torch.where(near, p * torch.expm1(-close), q - p), p * torch.where(no_p, 0.0, r)
+        return q, p, b, a, torch.where(near, p * _rest(-close), a + b)
     # log(m / q) and log(m / p): near p = q from the first form, exactly 0 there, and smooth; away
     # from it from the second, which overflows nowhere. Beyond e**1000 a probability is 0; infinity
     # would be NaN in forward mode
@@ -109,7 +126,17 @@ def terms(
     m_q = torch.where(near, m, torch.logaddexp(far + log_p, log_q))
     m_p = torch.where(near, m - close, torch.logaddexp(log_p, log_q - far))
     b = (beta - 1) * q * torch.where(no_q, 0.0, m_q)
-    return q, p, b, -beta * p * torch.where(no_p, 0.0, m_p)
+    a = -beta * p * torch.where(no_p, 0.0, m_p)
+    f = (1 - beta) * q * _rest(m) + beta * p * _rest(m - close)
+    return q, p, b, a, torch.where(near, f, a + b)
+
+
+def _rest(x: Tensor) -> Tensor:
+    """exp(x) - 1 - x, by its series: for |x| <= 1/2."""
+    h = torch.ones_like(x)
+    for k in range(15, 2, -1):
+        h = 1 + x * h / k
+    return x * x * h / 2
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -124,18 +151,19 @@ def _fwd_kernel(
     v_read = v
     if y_ptr is not None:  # a row that is ignored is not read
         v_read = tl.where(tl.load(y_ptr + row) == IGNORE, 0, v)
-    value, top_q, sum_q, b_sum, top_p, sum_p, a_sum = divergence_row(
+    value, top_q, sum_q, top_p, sum_p, gap, b_sum, a_sum = divergence_row(
         student_ptr + row * v, teacher_ptr + row * v, v_read, value_ptr.dtype.element_ty,
         KIND, BETA, SCALE, BLOCK,
     )  # fmt: skip
     tl.store(value_ptr + row, value)
-    stats_ptr += 6 * row
+    stats_ptr += 7 * row
     tl.store(stats_ptr, top_q)
     tl.store(stats_ptr + 1, sum_q)
-    tl.store(stats_ptr + 2, b_sum)
-    tl.store(stats_ptr + 3, top_p)
-    tl.store(stats_ptr + 4, sum_p)
-    tl.store(stats_ptr + 5, a_sum)
+    tl.store(stats_ptr + 2, top_p)
+    tl.store(stats_ptr + 3, sum_p)
+    tl.store(stats_ptr + 4, gap)
+    tl.store(stats_ptr + 5, b_sum)
+    tl.store(stats_ptr + 6, a_sum)
 
 
 @triton.jit
@@ -146,24 +174,24 @@ def _bwd_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    stats_ptr += 6 * row
+    stats_ptr += 7 * row
     v_read = v
     if y_ptr is not None:
         v_read = tl.where(tl.load(y_ptr + row) == IGNORE, 0, v)
     zq, zp = divergence_load(
         student_ptr + row * v, teacher_ptr + row * v, col, v_read, stats_ptr.dtype.element_ty
     )
-    q, p, b, a = divergence_terms(
-        zq, zp, tl.load(stats_ptr), tl.load(stats_ptr + 1), tl.load(stats_ptr + 3),
-        tl.load(stats_ptr + 4), KIND, BETA, SCALE,
+    q, p, b, a, _ = divergence_terms(
+        zq, zp, tl.load(stats_ptr), tl.load(stats_ptr + 1), tl.load(stats_ptr + 2),
+        tl.load(stats_ptr + 3), tl.load(stats_ptr + 4), KIND, BETA, SCALE,
     )  # fmt: skip
     d = tl.load(d_ptr + row) * SCALE
     if dstudent_ptr is not None:
-        g = tl.where(v_read == 0, 0.0, d * (b - q * tl.load(stats_ptr + 2)))
+        g = tl.where(v_read == 0, 0.0, d * (b - q * tl.load(stats_ptr + 5)))
         g = narrow(g, dstudent_ptr.dtype.element_ty)
         tl.store(dstudent_ptr + row * v + col, g, col < v)
     if dteacher_ptr is not None:
-        g = tl.where(v_read == 0, 0.0, d * (a - p * tl.load(stats_ptr + 5)))
+        g = tl.where(v_read == 0, 0.0, d * (a - p * tl.load(stats_ptr + 6)))
         g = narrow(g, dteacher_ptr.dtype.element_ty)
         tl.store(dteacher_ptr + row * v + col, g, col < v)
 
@@ -175,7 +203,7 @@ def _fwd_triton(
     v, lead = student.shape[-1], student.shape[:-1]
     dtype = torch.promote_types(wide(student.dtype), teacher.dtype)
     value = student.new_empty(lead, dtype=dtype)
-    stats = student.new_empty((*lead, 6), dtype=dtype)
+    stats = student.new_empty((*lead, 7), dtype=dtype)
     zq, zp = (rows_of(z, v).contiguous() for z in (student, teacher))
     launch(
         _fwd_kernel, (zq.shape[0],), zq, zp, contiguous(y), value, stats, v,

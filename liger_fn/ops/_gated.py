@@ -48,8 +48,9 @@ def _slope(g: Tensor, act: str) -> Tensor:
     if act == "silu":
         s = torch.sigmoid(g)
         return s * (1 + g * (1 - s))
-    s = torch.sigmoid(2 * _C * (g + _A * g**3))
-    bend = s * (1 - s)
+    u2 = 2 * _C * (g + _A * g**3)
+    s = torch.sigmoid(u2)
+    bend = s * torch.sigmoid(-u2)  # 1 - s would cancel, and u' is large there
     # 0 where s is 0 or 1, also where g**2 overflows
     return s + torch.where(bend == 0, 0.0, bend * g * (2 * _C) * (1 + 3 * _A * g * g))
 
@@ -110,8 +111,10 @@ def _act_slope(g, ACT: tl.constexpr):
         cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
         y = cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
     else:
-        s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
-        bend = s * (1.0 - s)
+        u2 = 1.5957691216057308 * (g + 0.044715 * g * g * g)
+        e = tl.exp(-tl.abs(u2))
+        r = 1.0 / (1.0 + e)
+        s, bend = tl.where(u2 < 0.0, e * r, r), e * r * r  # s * (1 - s) would cancel
         y = s + tl.where(bend == 0.0, 0.0, bend * g * 1.5957691216057308 * (1.0 + 0.134145 * g * g))
     return y
 

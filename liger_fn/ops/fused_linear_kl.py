@@ -5,8 +5,10 @@
                                                         teacher_x: (..., e)   teacher_w: (v, e)
 
 Pullback as in `kl_div`, through the student's head: dx = dz w, dw = dz^T x. Losses and sums over
-tokens are float32 (float64 for float64). Rules in `_distill`. Hinton, Vinyals and Dean,
-2015, arXiv:1503.02531.
+tokens are float32 (float64 for float64). The gradient of columns in teacher_logp_topk is q - p, p
+given by a rounded logarithm: where the two agree to 1e-7, an ulp of that logarithm moves the
+gradient by a multiple of itself. Rules in `_distill`. Hinton, Vinyals and Dean, 2015,
+arXiv:1503.02531.
 """
 
 import torch

@@ -9,7 +9,9 @@ Pullback of d, one per row:
     dteacher = d / T * beta * p * (log p - log m - KL(p || m))
 
 JSD itself is 0 at beta 0 and 1; there the function is KL(p || q) and KL(q || p), which are the
-limits of JSD / beta and JSD / (1 - beta), as in TRL's GKD trainer. Reference, kernels and
+limits of JSD / beta and JSD / (1 - beta), as in TRL's GKD trainer. Where q is 0 wherever p is not,
+log p - log m is the same in every column, and dteacher is exactly 0, as dstudent is with the roles
+swapped: what is computed there is rounding, up to an ulp of the terms. Reference, kernels and
 rule are those of every divergence, in `_divergence`. Agarwal et al., 2024, arXiv:2306.13649.
 """
 

@@ -7,6 +7,10 @@ Pullback of d, one per row, with s = sign(p - q), 0 for equal ones:
     dstudent = d / T * q * (sum(q * s) - s) / 2
     dteacher = d / T * p * (s - sum(p * s)) / 2
 
+The sign s is that of log p - log q, formed from differences of logits: closer than 1e-7 of each
+other, float32 p and q no longer tell which is larger. s jumps at a tie, so that logits within an
+ulp of one have either gradient.
+
 Reference, kernels and rule are those of every divergence, in `_divergence`. Wen et al., 2023,
 arXiv:2307.15190.
 """
