@@ -20,7 +20,7 @@ from liger_fn._check import (
     check_same_shape,
     check_tensors,
 )
-from liger_fn._math import wide
+from liger_fn._math import tanh_slope_ref, wide
 
 
 class CEStats(NamedTuple):
@@ -101,23 +101,20 @@ def row_pullback(
 
 def transformed(logits: Tensor, row: Row) -> Tensor:
     """Logits after scale and soft cap, in the dtype of statistics."""
-    if row.softcap is not None:
-        return row.softcap * _tanh(logits, row, row.softcap)
-    return wide(logits) if row.logit_scale == 1.0 else wide(logits) * row.logit_scale
+    z = _scaled(logits, row)
+    return z if row.softcap is None else row.softcap * torch.tanh(z / row.softcap)
 
 
 def slope(logits: Tensor, row: Row, valid: Tensor) -> Tensor | float:
     """The derivative of `transformed`."""
     if row.softcap is None:
         return row.logit_scale
-    # tanh itself: z / softcap would round it twice more, which shows where 1 - t * t cancels
-    t = torch.where(valid[..., None], _tanh(logits, row, row.softcap), 0.0)
-    return (1 - t * t) * row.logit_scale
+    z = torch.where(valid[..., None], _scaled(logits, row), 0.0)
+    return tanh_slope_ref(z / row.softcap) * row.logit_scale
 
 
-def _tanh(logits: Tensor, row: Row, softcap: float) -> Tensor:
-    z = wide(logits)
-    return torch.tanh((z if row.logit_scale == 1.0 else z * row.logit_scale) / softcap)
+def _scaled(logits: Tensor, row: Row) -> Tensor:
+    return wide(logits) if row.logit_scale == 1.0 else wide(logits) * row.logit_scale
 
 
 def out_of_range(y: Tensor, v: int, valid: Tensor) -> tuple[Tensor, Tensor]:

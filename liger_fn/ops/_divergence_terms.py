@@ -18,10 +18,17 @@ def is_near(x):
 
 
 @triton.jit
+def horner(p, x, c: tl.constexpr):
+    """p * x + c, in one instruction."""
+    return tl.fma(p, x, tl.full((), c, x.dtype))
+
+
+@triton.jit
 def expm1_rest(x):
     """Return exp(x) - 1 - x where x `is_near`, with all its digits."""
-    p = 1 / 720 + x * (1 / 5040 + x * (1 / 40320 + x / 362880))
-    return x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * p))))
+    p = horner(tl.full((), 1 / 362880, x.dtype), x, 1 / 40320)
+    p = horner(horner(horner(p, x, 1 / 5040), x, 1 / 720), x, 1 / 120)
+    return x * x * horner(horner(horner(p, x, 1 / 24), x, 1 / 6), x, 1 / 2)
 
 
 @triton.jit
@@ -32,7 +39,7 @@ def is_tiny(x):
 @triton.jit
 def expm1_rest_of_tiny(x):
     """What `expm1_rest` gives, of x that `is_tiny`: in float32 a third of the work."""
-    short = x * x * tl.fma(tl.fma(x, 1 / 24, 1 / 6), x, 1 / 2)
+    short = x * x * horner(horner(tl.full((), 1 / 24, x.dtype), x, 1 / 6), x, 1 / 2)
     return expm1_rest(x) if x.dtype == tl.float64 else short
 
 
@@ -124,7 +131,8 @@ def divergence_terms(
 ):  # fmt: skip
     """Return q, p, b = q * df/dq, a = p * df/dp and f of a divergence; see ops/_divergence."""
     zq, zp = zq - top_q, zp - top_p
-    q, p = tl.exp(zq * SCALE) / sum_q, tl.exp(zp * SCALE) / sum_p
+    one = tl.full((), 1.0, zq.dtype)  # a division a row, not one a column
+    q, p = tl.exp(zq * SCALE) * quotient(one, sum_q), tl.exp(zp * SCALE) * quotient(one, sum_p)
     r = (zp - zq) * SCALE - gap  # log(p / q); NaN where both are 0
     near = is_near(r)
     if KIND == "kl":
@@ -143,7 +151,9 @@ def divergence_terms(
         less = tl.exp(-size)  # the smaller of p and q over the larger
         x = other * tl.where(near, expm1_rest(-size) - size, less - 1.0)
         # log of m over the larger: as log1p exactly 0 where p = q, else without cancellation
-        m = tl.where(x > -0.5, log1p(x), tl.log(own + other * less))
+        m = log1p(x)
+        if BETA < 0.25 or BETA > 0.75:  # else 1 + x is at least a quarter
+            m = tl.where(x > -0.5, m, tl.log(own + other * less))
         m_q, m_p = m + tl.maximum(r, 0.0), m - tl.minimum(r, 0.0)
         q_share, p_share = of_q * q, of_p * p
         b = tl.where(q == 0.0, 0.0, -q_share * m_q)

@@ -31,7 +31,7 @@ from liger_fn._launch import (
     tl,
     triton,
 )
-from liger_fn._math import cast, join_strips, tanh, tanh_slope, up, wide
+from liger_fn._math import cast, join_strips, tanh, tanh_slope, tanh_slope_ref, up, wide
 from liger_fn._vjp import custom_vjp
 
 _LIMIT = 1024  # elements are independent: a block need not hold a row, and small ones spread better
@@ -56,7 +56,7 @@ def _bwd_ref(
     h, n, dw, db = wide(x), x.shape[-1], None, None
     a, dy = alpha.to(h.dtype), dy.to(h.dtype)
     t = torch.tanh(a * h)
-    g = (dy if w is None else dy * w.to(h.dtype)) * (1 - t * t)
+    g = (dy if w is None else dy * w.to(h.dtype)) * tanh_slope_ref(a * h)
     dx = (g * a).to(x.dtype) if wanted[0] else None
     dalpha = (g * h).sum().to(alpha.dtype) if wanted[1] else None
     if wanted[2] and w is not None:
