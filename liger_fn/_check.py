@@ -54,10 +54,11 @@ def _parsed(spec: str) -> tuple[bool, bool, bool, list[str]]:
     """Whether None may pass, whether integers are asked for, leading axes, the other axes."""
     axes = spec.split()
     optional = axes[0] == "?"
-    integer = axes[optional] == "int"
-    at = optional + integer
-    free = axes[at : at + 1] == ["..."]
-    return optional, integer, free, axes[at + free :]
+    axes = axes[1:] if optional else axes
+    integer = axes[0] == "int"
+    axes = axes[1:] if integer else axes
+    free = axes[:1] == ["..."]
+    return optional, integer, free, axes[1:] if free else axes
 
 
 def _partitioned(t: Tensor) -> str:

@@ -23,7 +23,7 @@ from tests.table.losses import (
     tvd_rows,
     wide,
 )
-from tests.table.row import LOGITS, Bench, Draw, Function, Row, bound, first
+from tests.table.row import LOGITS, Bench, Draw, Function, Row, bound, first, tanh
 from tests.table.shapes import SMALL_HEAD, heads, products
 
 
@@ -102,7 +102,7 @@ def logp_oracle(
     softcap: float | None = None, logit_scale: float = 1.0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     z = (x @ w.mT + (0.0 if b is None else b)) * logit_scale
-    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    z = (z if softcap is None else softcap * tanh(z / softcap)) / temperature
     log_p, live = z.log_softmax(-1), y != -100
     p = log_p.exp()
     own = log_p.gather(-1, y.clamp(min=0)[..., None])[..., 0]
@@ -133,7 +133,7 @@ def distilled_oracle(
     softcap: float | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     z = x @ w.mT
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z if softcap is None else softcap * tanh(z / softcap)
     return divergence_oracle(z, teacher_x @ teacher_w.mT, y, u, **options)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_fn
-from tests.table.row import LOGITS, Bench, Draw, Function, Row, bound, first
+from tests.table.row import LOGITS, Bench, Draw, Function, Row, bound, first, tanh
 from tests.table.shapes import SMALL_LOGITS, elements, logits
 
 
@@ -21,7 +21,7 @@ def ce_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Per row: cross entropy from log_softmax, and c[y] * lse**2."""
     z = logits * logit_scale
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z if softcap is None else softcap * tanh(z / softcap)
     c = torch.ones(z.shape[-1], dtype=z.dtype, device=z.device) if c is None else c
     at, logp = y.clamp(min=0), z.log_softmax(-1)
     own = c[at]

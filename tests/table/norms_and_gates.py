@@ -8,7 +8,7 @@ from torch import Tensor
 
 import liger_fn
 from tests.table import shapes
-from tests.table.row import COLUMNS, LEADS, ROWS_OF, Bench, Draw, Row, bound
+from tests.table.row import COLUMNS, LEADS, ROWS_OF, Bench, Draw, Row, bound, tanh
 from tests.table.shapes import NORMS, SMALL, elements, gates, some
 
 
@@ -205,7 +205,7 @@ ROWS = [
                     {"b": 2, "per_group": 2, "at": (4, 4), "groups": 32},
                     fn=bound(liger_fn.group_norm, groups=32, eps=1e-5),
                     plain=lambda x, w, b: F.group_norm(x, 32, w, b, 1e-5))),
-    Row("dyt", liger_fn.dyt, lambda x, alpha, w, b: torch.tanh(alpha * x) * w + b,
+    Row("dyt", liger_fn.dyt, lambda x, alpha, w, b: tanh(alpha * x) * w + b,
         lambda draw, lead, n: {"x": draw.normal(*lead, n), "alpha": draw.normal(1),
                                "w": draw.normal(n), "b": draw.normal(n)},
         ("x", "alpha", "w", "b"), {"lead": (2, 2), "n": 3}, ROWS_OF, ("w", "b"),
