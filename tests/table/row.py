@@ -97,7 +97,7 @@ def bind(fn: Function, row: Row, args: dict[str, Tensor]) -> Function:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """torch.tanh; in float64, as an oracle, without its gradient's 1 - tanh(x)**2, which cancels."""
+    """torch.tanh; in float64, as an oracle, without a gradient that cancels: 1 - tanh(x)**2."""
     if x.dtype != torch.float64:
         return torch.tanh(x)
     far = x.sign() * (1 - 2 * torch.sigmoid(-2 * x.abs()))
