@@ -67,7 +67,7 @@ def logp_loss(
     if 0 < together * y.shape[1] <= fit and y.shape[0] > 0 and not plain():
         how = {**head._asdict(), "chunk": fit if shard else head.chunk or 0}  # alike on all ranks
         del how["group"]
-        loss, logp = _rules[bool(shard)](
+        loss, logp = _rules[1 if shard else 0](
             w, x, b, y.long(), *tensors, loss=_spell(name, tuple(options.items())),
             compute=compute, **how, **shard,
         )  # fmt: skip

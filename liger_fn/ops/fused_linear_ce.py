@@ -232,16 +232,17 @@ def _call(
         columns, shard = place.vocab, place._asdict()
     check_options(op, y, columns, row, reduction, z_loss, u, n_valid)
     y, compute = y.long(), product_dtype(w, x, b)
-    if group is not None:
+    sharded = 0 if group is None else 1  # no bool: torch 2.11 traces no index that is one
+    if sharded:
         chunk = chunk or chunk_size(widest, compute, x.device)  # alike on all ranks
     options: dict[str, Any] = {**row._asdict(), "compute": compute, "accum_dtype": accum_dtype}
     options |= {"chunk": chunk or 0, **shard}
     weight = None if class_weight is None else class_weight.detach()
     a = (w, x.reshape(-1, x.shape[-1]), b, y.reshape(-1), weight)
     if reduction == "none":
-        nll, zsq, correct = (t.view(y.shape) for t in _per_row[group is not None](*a, **options))
+        nll, zsq, correct = (t.view(y.shape) for t in _per_row[sharded](*a, **options))
         return reduced(nll, zsq, correct, y, weight, row, z_loss, reduction, n_valid, u)
-    rule = rules[group is not None]
+    rule = rules[sharded]
     u = u if u is None else u.reshape(-1).to(wide(compute))
     n = normaliser(y, weight, row.ignore_index, reduction, n_valid, wide(compute))
     loss, *rest = (

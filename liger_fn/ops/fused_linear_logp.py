@@ -183,7 +183,7 @@ def _call(
     compute = product_dtype(w, x, b)
     if group is not None:
         chunk = chunk or chunk_size(widest, compute, x.device)  # alike on all ranks
-    out = rules[group is not None](
+    out = rules[0 if group is None else 1](
         w, x.reshape(-1, x.shape[-1]), b, y.long().reshape(-1), ignore_index=ignore_index,
         logit_scale=logit_scale, softcap=softcap, temperature=temperature,
         chunk=chunk or 0, compute=compute, accum_dtype=accum_dtype, **shard,
