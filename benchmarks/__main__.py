@@ -4,6 +4,7 @@
 `python -m benchmarks model` trains whole models, `python -m benchmarks dpo` on pairs.
 `python -m benchmarks distributed` measures what sharding costs and saves.
 `python -m benchmarks convergence` trains every family of models with and without liger_fn.
+`python -m benchmarks per-sample` takes the gradient of each sample by vmap and by a loop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import convergence, distributed, dpo, model, store
+from benchmarks import convergence, distributed, dpo, model, per_sample, store
 from benchmarks.cases import OPS, Case, cases, label
 from benchmarks.peers import Peer
 from benchmarks.report import report
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 if __name__ == "__main__":
     others = {
         "report": report, "model": model.main, "dpo": dpo.main, "distributed": distributed.main,
-        "convergence": lambda rest: convergence.main(rest, commit()),
+        "convergence": lambda rest: convergence.main(rest, commit()), "per-sample": per_sample.main,
     }  # fmt: skip
     if sys.argv[1:2] and sys.argv[1] in others:
         others[sys.argv[1]](sys.argv[2:])

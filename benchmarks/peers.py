@@ -189,6 +189,8 @@ PEERS: dict[str, list[Peer]] = {
             x, w, tx, tw, x.new_zeros(len(x), dtype=torch.int64), None, None, 0.0, 1.0, 1.0)),
     ],
     "dpo_loss": [
+        peer("liger_fn, bf16 sums", "liger_fn:dpo_loss", lambda f, w, x, y, ref: f(
+            w, x, y, ref_logp=ref, accum_dtype=torch.bfloat16)),
         # without a reference, which is alike for both of a pair here and so cancels
         chunked("dpo", lambda f, w, x, y, ref: f(
             x, w, y, None, None, None, None, -100, 0.1, False, True, False)[0]),

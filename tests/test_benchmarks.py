@@ -22,6 +22,7 @@ from benchmarks import (
     fresh,
     model,
     networks,
+    per_sample,
     store,
 )
 from benchmarks.cases import OPS, cases
@@ -429,3 +430,10 @@ def test_verdicts_of_convergence() -> None:
 def test_the_committed_page_of_convergence_is_that_of_the_committed_results() -> None:
     files = sorted(convergence_page.HERE.glob("*.json"))
     assert convergence_page.DOC.read_text() == convergence_page.markdown(files)
+
+
+def test_gradients_of_samples_are_taken_three_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    per_sample.main([])
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert len(lines) == 3 * len(per_sample.NAMES)
+    assert all(float(line.split("|")[4]) < 1e-2 for line in lines)
