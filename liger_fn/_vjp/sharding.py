@@ -207,7 +207,10 @@ def _placements(places: Iterable[int | None], summed: Placement) -> list[Placeme
 
 
 def _placed(t: DTensor, wanted: Sequence[Placement]) -> DTensor:
-    return t if tuple(t.placements) == tuple(wanted) else t.redistribute(placements=wanted)
+    if tuple(t.placements) == tuple(wanted):
+        return t
+    # an argument may ask for gradients, which is not for the inside of an op to see
+    return t.detach().redistribute(placements=wanted)
 
 
 def _strides(t: Tensor, shape: Sequence[int]) -> tuple[int, ...]:

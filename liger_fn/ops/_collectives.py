@@ -21,6 +21,7 @@ class Shard(NamedTuple):
 def shard_of(op: str, group: Vocab, width: int, name: str) -> tuple[Shard, int]:
     """The shard that `width` columns of `name` are, and the widest of all."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(group, tuple) or len(group) != 2:
         raise TypeError(
@@ -28,7 +29,7 @@ def shard_of(op: str, group: Vocab, width: int, name: str) -> tuple[Shard, int]:
             f"of each rank's shard), got {type(group).__name__}"
         )
     ranks, cut = group
-    ranks = ranks.get_group() if hasattr(ranks, "get_group") else ranks
+    ranks = ranks.get_group() if isinstance(ranks, DeviceMesh) else ranks
     n, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
     if isinstance(cut, int):  # as torch.chunk and DTensor cut
         each = -(-cut // n)
