@@ -210,7 +210,8 @@ def _placed(t: DTensor, wanted: Sequence[Placement]) -> DTensor:
     if tuple(t.placements) == tuple(wanted):
         return t
     # an argument may ask for gradients, which is not for the inside of an op to see
-    return t.detach().redistribute(placements=wanted)
+    bare: DTensor = t.detach()  # type: ignore[assignment]  # as t is
+    return bare.redistribute(placements=wanted)
 
 
 def _strides(t: Tensor, shape: Sequence[int]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from liger_fn.ops._sequences import (
     check_sequences,
     exp_capped,
     expm1_capped,
+    given,
     live_tokens,
     masked,
     mean,
@@ -74,17 +75,20 @@ class Options(NamedTuple):
     n_valid: float | Tensor | None
     ignore_index: int
 
-    @property
-    def low(self) -> float:
-        """What lies below 1."""
-        return 0.2 if self.eps_low is None else self.eps_low
 
-    @property
-    def high(self) -> float:
-        """What lies above 1, or above 0 of cispo."""
-        if self.eps_high is not None:
-            return self.eps_high
-        return 5.0 if self.loss_type == "cispo" else self.low
+# functions of the options: torch 2.9 does not trace properties of a NamedTuple
+
+
+def low_of(o: Options) -> float:
+    """How far below 1 a ratio may lie."""
+    return 0.2 if o.eps_low is None else o.eps_low
+
+
+def high_of(o: Options) -> float:
+    """How far above 1, or above 0 of cispo."""
+    if o.eps_high is not None:
+        return o.eps_high
+    return 5.0 if o.loss_type == "cispo" else low_of(o)
 
 
 class Terms(NamedTuple):
@@ -126,14 +130,14 @@ def _policy_term(
     logp: Tensor, u: Tensor, ratio: Tensor, a: Tensor, live: Tensor, o: Options
 ) -> Tensor:
     if o.loss_type == "cispo":
-        return -ratio.detach().clamp(max=o.high) * a * logp
+        return -ratio.detach().clamp(max=high_of(o)) * a * logp
     if o.loss_type == "vespo":
         return -_vespo_weight(u.detach(), a, live, o) * a * logp
     if o.loss_type == "sapo":
         above, below = o.sapo_temperatures or (1.0, 1.05)
         t = torch.full_like(a, below).masked_fill(a > 0, above)
         return -4.0 / t * torch.sigmoid(t * (ratio - 1)) * a
-    clipped = ratio.clamp(1 - o.low, 1 + o.high)
+    clipped = ratio.clamp(1 - low_of(o), 1 + high_of(o))
     held = ratio if o.delta is None else ratio.clamp(max=o.delta)
     return -torch.minimum(held * a, clipped * a)
 
@@ -165,8 +169,8 @@ def grpo_metrics(loss: Tensor, terms: Terms, entropy: Tensor, o: Options) -> GRP
     ratio, a, live = terms.ratio.detach(), terms.advantages, terms.live
     clips = o.loss_type in _CLIPPED
     held = ratio if o.delta is None else ratio.clamp(max=o.delta)
-    low = (held < 1 - o.low) & (a < 0) & clips
-    high = (held > o.high + clips) & (a > 0) & (clips or o.loss_type == "cispo")
+    low = (held < 1 - low_of(o)) & (a < 0) & clips
+    high = (held > high_of(o) + clips) & (a > 0) & (clips or o.loss_type == "cispo")
     if o.importance == "sequence" and a.shape[1] == 1:
         live = live.any(-1, keepdim=True)
 
@@ -228,4 +232,4 @@ def check_fused(
         old_logp=(old_logp, "? b t"), ref_logp=(ref.logp, "? b t"),
     )  # fmt: skip
     check_count(op, "n_valid", o.n_valid, x=x)
-    _check_reference_use(op, o, ref.given)
+    _check_reference_use(op, o, given(ref))

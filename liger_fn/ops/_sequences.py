@@ -47,13 +47,14 @@ class Reference(NamedTuple):
     x: Tensor | None
     b: Tensor | None
 
-    @property
-    def given(self) -> str | None:
-        """The name of the first of them that there is."""
-        return next((f"ref_{name}" for name, t in self._asdict().items() if t is not None), None)
-
 
 NO_REFERENCE = Reference(None, None, None, None)
+
+
+def given(ref: Reference) -> str | None:
+    """The name of the first tensor that there is; no property: torch 2.9 traces none."""
+    names = ("ref_logp", "ref_w", "ref_x", "ref_b")
+    return next((name for name, t in zip(names, ref, strict=True) if t is not None), None)
 
 
 def check_sequences(
@@ -64,7 +65,7 @@ def check_sequences(
     check_head(op, w, x, y, b, head.chunk, head.accum_dtype)
     check_positive(op, "temperature", head.temperature)
     check_positive(op, "softcap", head.softcap)
-    if ref.logp is not None and ref._replace(logp=None).given:
+    if ref.logp is not None and given(ref._replace(logp=None)):
         raise ValueError(f"{op}: ref_logp and ref_w, ref_x cannot be given together")
     if (ref.w is None) != (ref.x is None) or (ref.w is None and ref.b is not None):
         raise ValueError(f"{op}: ref_w and ref_x must be given together, and with ref_b")

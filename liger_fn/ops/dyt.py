@@ -31,7 +31,7 @@ from liger_fn._launch import (
     tl,
     triton,
 )
-from liger_fn._math import cast, join_strips, tanh, tanh_slope, tanh_slope_ref, up, wide
+from liger_fn._math import cast, join_strips, tanh, tanh_slope_ref, up, wide
 from liger_fn._vjp import custom_vjp
 
 _LIMIT = 1024  # elements are independent: a block need not hold a row, and small ones spread better
@@ -104,8 +104,10 @@ def _bwd_kernel(
         db += dy
         if dx_ptr is not None or dalpha_ptr is not None or dw_ptr is not None:
             x = up(tl.load(x_ptr + at, mask, other=0.0))
-            t, slope = tanh_slope(alpha * x)
-            g = dy * gain * slope
+            t = tanh(alpha * x)
+            g = (
+                dy * gain * (1.0 - t * t)
+            )  # tanh_slope has an ulp more, and takes half as long again
             if dx_ptr is not None:
                 tl.store(dx_ptr + at, g * alpha, mask)
             dalpha += g * x

@@ -25,7 +25,7 @@ from liger_fn.ops._grpo import (
     grpo_reduced,
     grpo_terms,
 )
-from liger_fn.ops._sequences import Head, Reference, head_logp, reference_logp
+from liger_fn.ops._sequences import Head, Reference, given, head_logp, reference_logp
 from liger_fn.ops.fused_linear_logp import fused_linear_logp_with_stats
 
 
@@ -216,7 +216,7 @@ def _fused(
     old_logp: Tensor | None, ref: Reference, o: Options, head: Head, stats: bool,
 ) -> tuple[Terms, Options, Tensor]:  # fmt: skip
     check_fused(op, w, x, y, advantages, b, old_logp, ref, o, head)
-    ref_logp = reference_logp(ref, y, head) if ref.given else None
+    ref_logp = reference_logp(ref, y, head) if given(ref) else None
     if stats:
         found = fused_linear_logp_with_stats(w, x, y, b=b, **head._asdict())
         logp, entropy = found.logp, found.entropy

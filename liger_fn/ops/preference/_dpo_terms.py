@@ -37,17 +37,23 @@ class Options(NamedTuple):
     average_logp: bool
     nll_weight: float
 
-    @property
-    def types(self) -> tuple[str, ...]:
-        return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
-    @property
-    def has_nll(self) -> bool:
-        return self.nll_weight > 0 or "sft" in self.types
+# functions of the options: torch 2.9 does not trace properties of a NamedTuple
 
-    @property
-    def weights(self) -> tuple[float, ...]:
-        return (1.0,) * len(self.types) if self.loss_weights is None else tuple(self.loss_weights)
+
+def types_of(o: Options) -> tuple[str, ...]:
+    """The names of the losses that are added up."""
+    return (o.loss_type,) if isinstance(o.loss_type, str) else tuple(o.loss_type)
+
+
+def weights_of(o: Options) -> tuple[float, ...]:
+    """Their weights."""
+    return (1.0,) * len(types_of(o)) if o.loss_weights is None else tuple(o.loss_weights)
+
+
+def has_nll(o: Options) -> bool:
+    """Whether the mean over tokens is part of the loss."""
+    return o.nll_weight > 0 or "sft" in types_of(o)
 
 
 class Terms(NamedTuple):
@@ -156,14 +162,14 @@ def live_terms(name: str, t: Terms) -> tuple[Tensor, Tensor]:
 
 def check_options(op: str, o: Options, weighted: bool) -> None:
     """Hold the options of dpo to each other; `weighted` by WPO."""
-    types = set(o.types)
+    types = {*types_of(o)}
     check_pair_options(op, o.beta, o.label_smoothing, o.nll_weight)
-    for name in o.types:
+    for name in types_of(o):
         check_choice(op, "loss_type", name, LOSS_TYPES)
-    if not types or len(types) < len(o.types):
+    if not types or len(types) < len(types_of(o)):
         raise ValueError(f"{op}: loss_type must be a name or different names, got {o.loss_type!r}")
     if o.loss_weights is not None and (
-        isinstance(o.loss_type, str) or len(o.loss_weights) != len(o.types)
+        isinstance(o.loss_type, str) or len(o.loss_weights) != len(types_of(o))
     ):
         raise ValueError(
             f"{op}: loss_weights must be as many as a list loss_type has names, got "
@@ -202,9 +208,9 @@ def _check_unused(op: str, o: Options, types: set[str], weighted: bool) -> None:
 
 def check_reference_use(op: str, o: Options, given: str | None) -> None:
     """Hold a call to a reference where a loss reads one, and to none where none does."""
-    if given and o.types == ("sft",):
+    if given and types_of(o) == ("sft",):
         raise ValueError(f"{op}: {given} cannot be used with 'sft', which has no reference")
-    if not given and o.types != ("sft",):
+    if not given and types_of(o) != ("sft",):
         raise TypeError(f"{op}: ref_logp must be a tensor, got NoneType: it is for {o.loss_type!r}")
 
 
@@ -223,14 +229,14 @@ def check_logps(
     weighted = log_sum_sq is not None
     check_options(op, o, weighted)
     reasons = {
-        "'sft' is a mean over tokens": "sft" in o.types,
+        "'sft' is a mean over tokens": "sft" in types_of(o),
         "nll_weight weighs a mean over tokens": o.nll_weight > 0,
-        "'ipo' and 'sigmoid_norm' divide by numbers of tokens": bool(BY_LENGTH & {*o.types}),
+        "'ipo' and 'sigmoid_norm' divide by numbers of tokens": bool(BY_LENGTH & {*types_of(o)}),
         "average_logp divides by numbers of tokens": o.average_logp,
         "ld_alpha weighs tokens": o.ld_alpha is not None,
         "log_sum_sq is per token": weighted,
     }
     needs_y = next((reason for reason, holds in reasons.items() if holds), None)
     check_pairs(op, logp, y, needs_y, ref_logp=ref_logp, log_sum_sq=log_sum_sq)
-    check_counts(op, logp, n_valid, nll_n_valid, o.has_nll, o.types != ("sft",))
+    check_counts(op, logp, n_valid, nll_n_valid, has_nll(o), types_of(o) != ("sft",))
     check_reference_use(op, o, None if ref_logp is None else "ref_logp")

@@ -16,6 +16,7 @@ from liger_fn.ops._sequences import (
     Reference,
     check_logp,
     check_sequences,
+    given,
     live_tokens,
     mean,
     sequence_logp,
@@ -153,7 +154,7 @@ def check_fused(
     """Hold the arguments of kto_loss together."""
     _check_options(op, o)
     check_sequences(op, w, x, y, b, ref, head, "b")
-    if ref.given is None:
+    if given(ref) is None:
         raise TypeError(f"{op}: ref_logp must be a tensor, got NoneType, and so is ref_w")
     _check_desirable(op, desirable, x)
     check_count(op, "n_valid", o.n_valid, x=x)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_fn.ops._collectives import Vocab
 from liger_fn.ops._logp_loss import algebra, pair_logp
-from liger_fn.ops._sequences import Head, Reference, head_logp, reference_logp
+from liger_fn.ops._sequences import Head, Reference, given, head_logp, reference_logp
 from liger_fn.ops.fused_linear_logp import fused_linear_logp_with_stats
 from liger_fn.ops.preference._dpo_terms import (
     SORTED,
@@ -26,9 +26,12 @@ from liger_fn.ops.preference._dpo_terms import (
     check_logps,
     check_options,
     check_reference_use,
+    has_nll,
     live_terms,
     terms_of,
     trust_of,
+    types_of,
+    weights_of,
 )
 from liger_fn.ops.preference._pairs import (
     PairMetrics,
@@ -134,7 +137,7 @@ def _loss(
     if log_sum_sq is not None and y is not None:
         trust = trust_of(logp, log_sum_sq, y != ignore_index)
     parts = [o.nll_weight * pairs.nll] if o.nll_weight > 0 else []
-    for name, share in zip(o.types, o.weights, strict=True):
+    for name, share in zip(types_of(o), weights_of(o), strict=True):
         if name == "sft":
             parts.append(share * pairs.nll)
             continue
@@ -269,16 +272,16 @@ def _fused(
     """Return the loss, logp and ref_logp."""
     check_options(op, o, wpo)
     check_pair_head(op, w, x, y, b, ref, head)
-    check_counts(op, x, n_valid, nll_n_valid, o.has_nll, o.types != ("sft",))
-    check_reference_use(op, o, ref.given)
-    if not wpo and not SORTED & {*o.types}:
-        ref_logp = reference_logp(ref, y, head, pair_logp) if ref.given else None
+    check_counts(op, x, n_valid, nll_n_valid, has_nll(o), types_of(o) != ("sft",))
+    check_reference_use(op, o, given(ref))
+    if not wpo and not SORTED & {*types_of(o)}:
+        ref_logp = reference_logp(ref, y, head, pair_logp) if given(ref) else None
         loss, logp = pair_loss(
             "dpo", w, x, y, b, head, ref_logp, n_valid, nll_n_valid, **o._asdict()
         )
         return loss, logp, ref_logp
     # not a sum over pairs, or of more than their logp
-    ref_logp = reference_logp(ref, y, head) if ref.given else None
+    ref_logp = reference_logp(ref, y, head) if given(ref) else None
     log_sum_sq = None
     if wpo:
         stats = fused_linear_logp_with_stats(w, x, y, b=b, **head._asdict())
