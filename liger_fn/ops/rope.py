@@ -65,7 +65,7 @@ def _bwd_ref(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     out: list[Tensor | None] = [
         _pull_x(d, x, cos, sin, layout) if want else None
-        for want, d, x in zip(wanted, (dq, dk), (q, k), strict=False)
+        for want, d, x in zip(wanted[:2], (dq, dk), (q, k), strict=True)
     ]
     return *out, *_pull_angles(dq, dk, q, k, cos, sin, layout, wanted[2:])
 
@@ -194,7 +194,7 @@ def _bwd_triton(
     layout: str, wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     out: list[Tensor | None] = []
-    for want, d, x in zip(wanted, (dq, dk), (q, k), strict=False):
+    for want, d, x in zip(wanted[:2], (dq, dk), (q, k), strict=True):
         if want and d is None:
             out.append(_empty_like(x).zero_())
         else:
