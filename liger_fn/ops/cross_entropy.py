@@ -24,7 +24,7 @@ from torch import Tensor
 
 from liger_fn._check import check_tensors
 from liger_fn._launch import contiguous, fresh, launch, row_tile, rows_of, tl, triton
-from liger_fn._math import ce_pull, ce_row, ce_store_gradient, wide
+from liger_fn._math import wide
 from liger_fn._vjp import custom_vjp
 from liger_fn.ops._ce import (
     CEStats,
@@ -36,6 +36,7 @@ from liger_fn.ops._ce import (
     row_losses,
     row_pullback,
 )
+from liger_fn.ops._ce_row import ce_pull, ce_row, ce_store_gradient
 from liger_fn.ops._collectives import Vocab, check_class_weight, shard_of
 from liger_fn.ops._vocab_parallel import ce_on_shard
 

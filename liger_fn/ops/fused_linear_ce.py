@@ -24,7 +24,7 @@ from torch import Tensor
 
 from liger_fn._check import check_tensors
 from liger_fn._launch import contiguous, launch, row_tile, tl, triton
-from liger_fn._math import ce_pull, ce_row, ce_store_gradient, wide
+from liger_fn._math import wide
 from liger_fn.ops._ce import (
     CEStats,
     Row,
@@ -34,6 +34,7 @@ from liger_fn.ops._ce import (
     row_losses,
     row_pullback,
 )
+from liger_fn.ops._ce_row import ce_pull, ce_row, ce_store_gradient
 from liger_fn.ops._chunked import check_head, chunk_size, product_dtype
 from liger_fn.ops._collectives import Vocab, check_class_weight, shard_of
 from liger_fn.ops._linear_rules import ce_rows_rule, stats_rule, sum_rule

@@ -282,12 +282,10 @@ def _fused(
         return loss, logp, ref_logp
     # not a sum over pairs, or of more than their logp
     ref_logp = reference_logp(ref, y, head) if given(ref) else None
-    log_sum_sq = None
     if wpo:
-        stats = fused_linear_logp_with_stats(w, x, y, b=b, **head._asdict())
-        logp, log_sum_sq = stats.logp, stats.log_sum_sq
+        logp, _, log_sum_sq, *_ = fused_linear_logp_with_stats(w, x, y, b=b, **head._asdict())
     else:
-        logp = head_logp(w, x, y, b, head)
+        logp, log_sum_sq = head_logp(w, x, y, b, head), None
     loss = _loss(logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid, head.ignore_index)
     return loss, logp.detach(), ref_logp
 
