@@ -432,6 +432,7 @@ def test_the_committed_page_of_convergence_is_that_of_the_committed_results() ->
     assert convergence_page.DOC.read_text() == convergence_page.markdown(files)
 
 
+@pytest.mark.usefixtures("plain")
 def test_gradients_of_samples_are_taken_three_ways(capsys: pytest.CaptureFixture[str]) -> None:
     per_sample.main([])
     lines = capsys.readouterr().out.splitlines()[2:]

@@ -36,6 +36,7 @@ TARGETS = {
     "gfx950": ("hip", "gfx950", 64, 160 << 10),
     "gfx1100": ("hip", "gfx1100", 32, 64 << 10),
 }
+NEIGHBOURS = {"cuda-80", "cuda-100", "gfx950"}  # a minute each; of another target's kind
 POINTERS = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
     torch.int64: "*i64", torch.bool: "*i1",
@@ -139,7 +140,10 @@ json.dump(sorted(worst), sys.stdout)
 @pytest.mark.skipif(
     not _launch._INTERPRET, reason="launches are recorded in the interpreter, on a CPU"
 )
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(t, marks=[pytest.mark.slow] if t in NEIGHBOURS else []) for t in TARGETS],
+)
 def test_every_kernel_compiles_for(target: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
