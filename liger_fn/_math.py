@@ -157,13 +157,19 @@ def of_lanes(value, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def anchor(top):
+    """What to subtract in an exponent: top, but 0 while nothing is seen, as -inf - -inf is NaN."""
+    return tl.where(top == -float("inf"), 0.0, top)
+
+
+@triton.jit
 def online(top, total, z, SCALE: tl.constexpr):
     """Take a block, by lane, into maxima and sums of exp(SCALE * (z - top)) of each lane.
 
     On line: Milakov and Gimelshein, 2018, arXiv:1805.02867. `whole` joins the lanes, once a row.
     """
     new = tl.maximum(top, tl.max(z, 1))
-    shift = tl.where(new == -float("inf"), 0.0, new)  # -inf - -inf is NaN: nothing seen so far
+    shift = anchor(new)
     e = tl.exp((z - shift[:, None]) * SCALE)
     return new, total * tl.exp((top - shift) * SCALE) + tl.sum(e, 1)
 
@@ -172,7 +178,7 @@ def online(top, total, z, SCALE: tl.constexpr):
 def whole(top, total, SCALE: tl.constexpr):
     """The maximum of a row, and its sum of exp(SCALE * (z - maximum))."""
     high = tl.max(top)
-    shift = tl.where(high == -float("inf"), 0.0, high)
+    shift = anchor(high)
     return high, tl.sum(total * tl.exp((top - shift) * SCALE))
 
 

@@ -625,21 +625,16 @@ def spied() -> Iterator[list[tuple[str, int]]]:
         dist.all_gather, dist.all_reduce = gather, reduce
 
 
-@on_ranks
-def test_a_sharded_vocabulary_composes_with_func_grad_and_compile_and_refuses_what_it_cannot():
-    w0, x0, y, _ = head()
-    (cut, i, j), _ = cuts(VOCAB)
-    group = (line(), cut)
-
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        return liger_fn.fused_linear_ce(w, x, y, group=group, chunk=4)
-
+def composes(
+    loss: Callable[..., Tensor], whole: Callable[..., Tensor], w0: Tensor, x0: Tensor, i: int,
+    j: int,
+) -> None:  # fmt: skip
+    """The loss of rows i to j of w has the first gradients of `whole`, and no second ones."""
     w, x = leaves(w0, x0)
-    liger_fn.fused_linear_ce(w, x, y).backward()
-    for f in (torch.func.grad(loss, (0, 1)),):
-        dw, dx = f(w0[i:j], x0)
-        close(dw, w.grad[i:j])
-        close(dx, x.grad)
+    whole(w, x).backward()
+    dw, dx = torch.func.grad(loss, (0, 1))(w0[i:j], x0)
+    close(dw, w.grad[i:j])
+    close(dx, x.grad)
     ws, xs = leaves(w0[i:j], x0)
     torch.compile(loss, fullgraph=True, backend="aot_eager")(ws, xs).backward()
     close(ws.grad, w.grad[i:j])
@@ -649,6 +644,18 @@ def test_a_sharded_vocabulary_composes_with_func_grad_and_compile_and_refuses_wh
     (g,) = torch.autograd.grad(loss(ws, xs), ws, create_graph=True)
     with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
         g.sum().backward()
+
+
+@on_ranks
+def test_a_sharded_vocabulary_composes_with_func_grad_and_compile_and_refuses_what_it_cannot():
+    w0, x0, y, _ = head()
+    (cut, i, j), _ = cuts(VOCAB)
+    group = (line(), cut)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return liger_fn.fused_linear_ce(w, x, y, group=group, chunk=4)
+
+    composes(loss, lambda w, x: liger_fn.fused_linear_ce(w, x, y), w0, x0, i, j)
 
 
 @on_ranks
@@ -791,20 +798,7 @@ def test_a_loss_of_post_training_on_a_sharded_vocabulary_composes_and_refuses_wh
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return liger_fn.dpo_loss(w, x, y, ref_logp=ref, group=group)
 
-    w, x = leaves(w0, x0)
-    liger_fn.dpo_loss(w, x, y, ref_logp=ref).backward()
-    dw, dx = torch.func.grad(loss, (0, 1))(w0[i:j], x0)
-    close(dw, w.grad[i:j])
-    close(dx, x.grad)
-    ws, xs = leaves(w0[i:j], x0)
-    torch.compile(loss, fullgraph=True, backend="aot_eager")(ws, xs).backward()
-    close(ws.grad, w.grad[i:j])
-    close(xs.grad, x.grad)
-    with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
-        torch.func.jvp(loss, (w0[i:j], x0), (w0[i:j], x0))
-    (g,) = torch.autograd.grad(loss(ws, xs), ws, create_graph=True)
-    with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
-        g.sum().backward()
+    composes(loss, lambda w, x: liger_fn.dpo_loss(w, x, y, ref_logp=ref), w0, x0, i, j)
     wanted = rf"must be the shard of rank {dist.get_rank()} of .* {j - i} of {VOCAB} columns, got"
     for name, args, given in post_training().values():
         given = {k: t for k, t in given.items() if k != "ref_b"}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -210,8 +210,7 @@ def _placed(t: DTensor, wanted: Sequence[Placement]) -> DTensor:
     if tuple(t.placements) == tuple(wanted):
         return t
     # an argument may ask for gradients, which is not for the inside of an op to see
-    bare: DTensor = t.detach()  # type: ignore[assignment]  # as t is
-    return bare.redistribute(placements=wanted)
+    return cast("DTensor", t.detach()).redistribute(placements=wanted)
 
 
 def _strides(t: Tensor, shape: Sequence[int]) -> tuple[int, ...]:

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from liger_fn._launch import launch, tl, triton
-from liger_fn._math import by_lane, capped, load_capped, of_lanes, online, overwrite, whole, wide
+from liger_fn._math import (
+    anchor,
+    by_lane,
+    capped,
+    load_capped,
+    of_lanes,
+    online,
+    overwrite,
+    whole,
+    wide,
+)
 
 # -- reference -------------------------------------------------------------------------------------
 
@@ -121,7 +131,7 @@ def _topk_kernel(
     tail = tl.where(rest > 0.0, rest * (tl.log(rest) - log_open), 0.0)
     tl.store(value_ptr + row, tl.sum(terms) + tail)
     if PULL:
-        top_open = tl.where(top_open == -float("inf"), 0.0, top_open)
+        top_open = anchor(top_open)
         share = rest / tl.where(sum_open > 0.0, sum_open, float("inf"))
         for i in range(0, v, BLOCK):
             z, _ = _open(z_ptr, i + col, n, SCALE, CAP)

@@ -1,7 +1,7 @@
 """Device functions of a divergence of two rows of logits: the algebra stands in `_divergence`."""
 
 from liger_fn._launch import tl, triton
-from liger_fn._math import by_lane, load_capped, of_lanes, quotient
+from liger_fn._math import anchor, by_lane, load_capped, of_lanes, quotient
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def step(e_p, e_q, x):
 @triton.jit
 def shifted(z, top, SCALE: tl.constexpr):
     """SCALE * (z - top), and its exponential; nothing seen so far, -inf, counts as 0."""
-    z = z - tl.where(top == -float("inf"), 0.0, top)
+    z = z - anchor(top)
     return z, tl.exp(z * SCALE)
 
 

@@ -15,6 +15,7 @@ from liger_fn._launch import launch, row_tile, tl, triton
 from liger_fn._math import (
     ahead_beside,
     ahead_in_lanes,
+    anchor,
     by_lane,
     capped,
     capped_slope,
@@ -93,9 +94,7 @@ def _row(
     logsum = tl.log(sums)
     before = tl.full((), 0, tl.int32)
     if STATS:
-        along, squares = shifted(
-            along, squares, total, tops, tl.where(top == -float("inf"), 0.0, top)
-        )
+        along, squares = shifted(along, squares, total, tops, anchor(top))
         before = tl.sum(ahead) + ahead_beside(z_ptr, zy, y, v, SCALE, CAP, COLD, BLOCK)
     sum_sq = tl.log(tl.sum(squares)) - 2.0 * logsum
     return (
@@ -107,7 +106,7 @@ def _row(
 def online_stats(top, total, along, squares, z):
     """Take a block, by lane: what `online` does, and sums of exp(u) * u and exp(2 u)."""
     new = tl.maximum(top, tl.max(z, 1))
-    shift = tl.where(new == -float("inf"), 0.0, new)
+    shift = anchor(new)
     along, squares = shifted(along, squares, total, top, shift)
     u = z - shift[:, None]
     e = tl.exp(u)

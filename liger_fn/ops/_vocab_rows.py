@@ -21,6 +21,7 @@ from torch import Tensor
 
 from liger_fn._launch import contiguous, launch, row_tile, tl, triton
 from liger_fn._math import (
+    anchor,
     by_lane,
     capped,
     capped_slope,
@@ -124,7 +125,7 @@ def _statistics_kernel(
     tl.store(out_ptr + 4, tl.sum(spread + weights * _down(tops, top)))
     tl.store(out_ptr + 5, tl.sum(weights))
     if COLUMNS > 6:
-        shift = tl.where(top == -float("inf"), 0.0, top)
+        shift = anchor(top)
         along, squares = shifted(along, squares, total, tops, shift)
         tl.store(out_ptr + 6, tl.sum(along))
         tl.store(out_ptr + 7, tl.sum(squares))
@@ -144,7 +145,7 @@ def _spread(spread, weights, top, z, c_ptr, col, v, left):
     `left` columns remain from the first of each lane on: to sum up a mask takes shared memory.
     """
     new = tl.maximum(top, tl.max(z, 1))
-    shift = tl.where(new == -float("inf"), 0.0, new)
+    shift = anchor(new)
     gap = tl.where(by_lane(col < v), z - shift[:, None], 0.0)
     own = tl.minimum(tl.maximum(left, 0), z.shape[1]).to(z.dtype)
     if c_ptr is not None:

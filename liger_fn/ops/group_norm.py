@@ -71,6 +71,12 @@ def _grouped(x: Tensor, n_groups: int) -> Tensor:
 
 
 @triton.jit
+def _first_channel(row, per_vmap, n_groups, channels):
+    """Where w and b of a row begin: those of vmap have (c,) of each."""
+    return (row // per_vmap * n_groups + row % n_groups) * channels
+
+
+@triton.jit
 def _tile(ptr, c, i, channels, s, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Entries of a group, and where the tile has them."""
     at, col = c + tl.arange(0, ROWS)[:, None], i + tl.arange(0, BLOCK)[None, :]
@@ -104,7 +110,7 @@ def _fwd_kernel(
     k = channels * s
     x_ptr += row * k
     y_ptr += row * k
-    first = (row // per_vmap * n_groups + row % n_groups) * channels
+    first = _first_channel(row, per_vmap, n_groups, channels)
     if w_ptr is not None:
         w_ptr += first
     if b_ptr is not None:
@@ -144,7 +150,7 @@ def _bwd_kernel(
     k = channels * s
     mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
     if w_ptr is not None:
-        w_ptr += (row // per_vmap * n_groups + row % n_groups) * channels
+        w_ptr += _first_channel(row, per_vmap, n_groups, channels)
     dy_ptr += row * k
     x_ptr += row * k
     one = tl.full((), 1.0, mean.dtype)
