@@ -1,7 +1,7 @@
 """Measure every function on this machine beside others and keep what was found.
 
 `python -m benchmarks report` then writes the page and the plots, for which no GPU is needed.
-`python -m benchmarks model` trains whole models, `python -m benchmarks dpo` on pairs.
+`python -m benchmarks model` trains whole models, `python -m benchmarks dpo` on pairs; kept too.
 `python -m benchmarks distributed` measures what sharding costs and saves.
 `python -m benchmarks convergence` trains every family of models with and without liger_fn.
 `python -m benchmarks per-sample` takes the gradient of each sample by vmap and by a loop.
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -22,16 +21,7 @@ from benchmarks import convergence, distributed, dpo, model, per_sample, store
 from benchmarks.cases import OPS, Case, cases, label
 from benchmarks.peers import Peer
 from benchmarks.report import report
-from benchmarks.run import LEEWAY, Budget, Row, Runner, failed, machine, say, versions
-
-
-def commit() -> str:
-    """Name the commit that is checked out, + where files differ from it."""
-    try:
-        asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+from benchmarks.run import LEEWAY, Budget, Row, Runner, commit, failed, machine, say, versions
 
 
 def options() -> argparse.ArgumentParser:
@@ -77,9 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
            "dtype": str(runner.dtype), "leeway": LEEWAY[runner.dtype], "versions": versions(),
            "rates": runner.rates, "absent": runner.absent}  # fmt: skip
     file = store.path(given.out, machine(device))
-    empty = {"machine": machine(device), "runs": {}, "rows": []}
-    results = store.load(file) if file.exists() else empty
-    known = {store.key(row) for row in results["rows"]} if given.missing else set()
+    had = store.load(file)["rows"] if given.missing and file.exists() else []
+    known = {store.key(row) for row in had}
     ops = [op for op in OPS if op.name in given.op]
     for case in cases(ops, given.quick, runner.gpu):
         peers = [peer for peer in case[0].peers() if peer.name in given.peers]
@@ -87,10 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         if peers and budget.spent():
             runner.left_out.append(f"{case[0].name} {case[1]}")
         elif peers:
-            rows = [row | {"run": began} for row in attempt(runner, case, peers)]
-            # after each, so that a run that is cut short leaves what it has
-            results = store.merge(results, empty | {"runs": {began: run}, "rows": rows})
-            store.save(results, file)
+            store.add(file, machine(device), began, run, attempt(runner, case, peers))
     if runner.left_out and not given.quick:
         say("out of time, --missing goes on with:", *(f"{what};" for what in runner.left_out))
     say("written:", file)

@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,16 +184,12 @@ def main(argv: list[str], commit: str) -> Path:
     began = datetime.now(timezone.utc).isoformat(timespec="seconds")
     run = {"command": " ".join(["python -m benchmarks convergence", *argv]), "commit": commit,
            "runs": "Triton kernels" if gpu else "the references, in plain torch",
-           "versions": versions() | {"transformers": version("transformers")}}  # fmt: skip
-    empty = {"machine": machine(device), "runs": {}, "rows": []}
-    results = store.load(file) if file.exists() else empty
+           "versions": versions()}  # fmt: skip
     steps = 3 if given.quick else given.steps
     each = [] if given.report else itertools.product(given.families, given.dtypes)
     jobs = [(name, dtype, steps, device, given.draw) for name, dtype in each]
     for row in rows_of(jobs, given.processes):
         say(row["op"], row["shape"], row.get("note", ""))
-        row["run"] = began
-        results = store.merge(results, empty | {"runs": {began: run}, "rows": [row]})
-        store.save(results, file)
+        store.add(file, machine(device), began, run, [row])
     print(*report(given.out, given.page), sep="\n")
     return file

@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.fresh import Found, fresh, inside
+from benchmarks.fresh import Found, fresh, inside, keeper, options, place
 from benchmarks.networks import SHAPES, build
 from tests.peak import peak
 
 VARIANTS = ("TRL", "TRL, logits", "TRL, Liger-Kernel", "TRL, adapted", "liger_fn")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORDS = 900  # that occur, of the vocabulary
+HEAD = "| variant | ms a step | tokens/s | peak GiB | losses |\n" + "|---" * 5 + "|"
 
 
 def with_logits(trl: Any) -> Any:
@@ -61,7 +62,7 @@ def train(shape: str, variant: str, pairs: int, context: int, steps: int) -> Fou
     sys.path.insert(0, str(EXAMPLES))
     # the example comes first: it asks the hub's client for silence, which is read at import
     example, runs, trl = (importlib.import_module(name) for name in ("dpo_trl", "hf_runs", "trl"))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = place(1)
     model, ref = (build(shape, "plain", device) for _ in range(2))
     kinds = {"TRL, logits": with_logits, "liger_fn": lambda _: example.LeanDPOTrainer}
     kind = kinds.get(variant, lambda trl: trl.DPOTrainer)(trl)
@@ -82,7 +83,8 @@ def train(shape: str, variant: str, pairs: int, context: int, steps: int) -> Fou
         run = runs.measured(trainer, variant, device.type)
     seconds = statistics.median(run.seconds[1:])
     most = peak(device.type) / 1024
-    return {"seconds": seconds, "peak GiB": most, "losses": run.losses}
+    rate = 2 * pairs * context / seconds
+    return {"seconds": seconds, "tokens/s": rate, "peak GiB": most, "losses": run.losses}
 
 
 def drawn(n: int, context: int) -> list[dict[str, str]]:
@@ -110,42 +112,40 @@ def tokenizer() -> Any:
 def line(found: Found) -> str:
     """One row of the table; a variant that failed has its reason."""
     if "error" in found:
-        return f"| {found['variant']} | {found['error']} | | |"
+        return f"| {found['variant']} | {found['error']} | | | |"
     losses = ", ".join(f"{loss:.4f}" for loss in found["losses"])
     return (
-        f"| {found['variant']} | {1e3 * found['seconds']:.0f} | {found['peak GiB']:.1f} | "
-        f"{losses} |"
+        f"| {found['variant']} | {1e3 * found['seconds']:.0f} | {found['tokens/s']:.0f} | "
+        f"{found['peak GiB']:.1f} | {losses} |"
     )
 
 
+def sizes(args: argparse.Namespace) -> str:
+    return f"{args.pairs} pairs of 2 x {args.context}"
+
+
 def main(argv: list[str]) -> list[Found]:
-    """Print the table, and return what is in it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks dpo", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    """Print the table, keep what is in it, and return it."""
+    parser = options("dpo", __doc__)
     add, gpu = parser.add_argument, torch.cuda.is_available()
     add("--shape", choices=[*SHAPES], default="llama-3.2-1b" if gpu else "tiny")
     add("--variant", choices=VARIANTS, nargs="+", default=list(VARIANTS))
     add("--pairs", type=int, default=8 if gpu else 2)
     add("--context", type=int, default=1024 if gpu else 32)
     add("--steps", type=int, default=5)
-    add("--limit", type=float, default=600.0, help="seconds that one process may take")
-    add("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    sizes = {"pairs": args.pairs, "context": args.context, "steps": args.steps}
+    given = {"pairs": args.pairs, "context": args.context, "steps": args.steps}
     if args.inside:
-        inside(args.variant[0], lambda: train(args.shape, args.variant[0], **sizes))
+        inside(args.variant[0], lambda: train(args.shape, args.variant[0], **given))
         return []
     print(
-        f"{args.shape}, {args.pairs} pairs of 2 x {args.context} tokens, bfloat16, AdamW, "
-        "checkpointing\n\n| variant | ms a step | peak GiB | losses |\n|---|---|---|---|",
-        flush=True,
-    )  # fmt: skip
+        f"{args.shape}, {sizes(args)} tokens, bfloat16, AdamW, checkpointing\n\n{HEAD}", flush=True
+    )
     command = ["dpo", "--shape", args.shape]
-    command += [text for name, n in sizes.items() for text in (f"--{name}", str(n))]
-    rows = []
+    command += [text for name, n in given.items() for text in (f"--{name}", str(n))]
+    rows, keep = [], keeper("dpo", argv, args, sizes(args))
     for variant in args.variant:
         rows.append(fresh(command, variant, limit=args.limit))
+        keep(rows[-1])
         print(line(rows[-1]), flush=True)
     return rows

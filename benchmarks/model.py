@@ -1,7 +1,8 @@
 """Train a whole Hugging Face model for a few steps: as it is, with Liger-Kernel, with liger_fn.
 
 Random weights in bfloat16, AdamW, gradient checkpointing, random tokens; each variant in a process
-of its own. Prints tokens a second, peak memory and where the time of a step goes.
+of its own. Prints tokens a second, peak memory and where the time of a step goes, and keeps them;
+`python -m benchmarks report` then writes a page.
 
     --longest    instead, how long a context fits, and each variant at its own
     --ranks N    FSDP2 of each layer and the rest over N processes, which share the batch: sums of
@@ -19,7 +20,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.fresh import Found, fresh, inside
+from benchmarks.fresh import Found, fresh, inside, keeper, options, place
 from benchmarks.networks import (
     SHAPES,
     VOCAB_PARALLEL,
@@ -38,6 +39,10 @@ SHARDED = ("plain", "Liger-Kernel", "liger_fn", f"liger_fn, {VOCAB_PARALLEL}")
 PARTS = ("forward", "backward", "optimizer")
 WARM = 256  # tokens of the first step where its time does not matter
 FULL = 0.96  # of a GPU, where its allocator runs out
+HEAD = (
+    "| variant | context | tokens/s | peak GiB | forward: s, peak GiB | backward | optimizer | "
+    "first and last loss | norm of the first gradient |\n" + "|---" * 9 + "|"
+)
 
 
 def train(
@@ -46,7 +51,7 @@ def train(
 ) -> Found:  # fmt: skip
     """One step to warm up, of `warm` tokens a row, then `steps` that count."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    device = torch.device("cuda" if torch.cuda.device_count() >= world else "cpu")
+    device = place(world)
     model = build(shape, variant, device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     generator, times, peaks, losses = torch.Generator().manual_seed(1), [], [], []
@@ -89,9 +94,8 @@ def mark(device: torch.device) -> float:
 def one_of_ranks(args: argparse.Namespace) -> Found | None:
     """Train the one variant in this process, which may be one rank of several."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    gpu = torch.cuda.device_count() >= world
     if world > 1:
-        if gpu:
+        if gpu := place(world).type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if gpu else "gloo")
     warm, dtype = (WARM if args.longest else None), getattr(torch, args.dtype)
@@ -152,11 +156,8 @@ def line(found: Found) -> str:
     )
 
 
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks model", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+def asked(argv: list[str]) -> argparse.Namespace:
+    parser = options("model", __doc__)
     add, gpu = parser.add_argument, torch.cuda.is_available()
     every = list(dict.fromkeys(ALONE + SHARDED))
     add("--shape", choices=[*SHAPES], default="llama-3-8b" if gpu else "tiny")
@@ -168,34 +169,39 @@ def options() -> argparse.ArgumentParser:
     add("--ranks", type=int, default=1)
     add("--longest", action="store_true")
     add("--most", type=int, default=2**18, help="the longest context to try")
-    add("--limit", type=float, default=600.0, help="seconds that one process may take")
-    add("--inside", action="store_true", help=argparse.SUPPRESS)
-    return parser
-
-
-def main(argv: list[str]) -> list[Found]:
-    """Print the table, and return what is in it."""
-    args = options().parse_args(argv)
+    args = parser.parse_args(argv)
     tiny = args.shape.startswith("tiny")
     args.variant = args.variant or list(SHARDED if args.ranks > 1 else ALONE)
     args.batch = args.batch or (args.ranks if args.longest else max(args.ranks, 2 if tiny else 8))
     args.context = args.context or (32 if tiny else 16384 if args.longest else 4096)
+    return args
+
+
+def sizes(args: argparse.Namespace) -> str:
+    """Rows and context, and what is not as usual."""
+    text = f"{args.batch} x {'the longest' if args.longest else args.context}"
+    text += f", {args.dtype}" if args.dtype != "bfloat16" else ""
+    return text + (f", FSDP2 over {args.ranks}" if args.ranks > 1 else "")
+
+
+def main(argv: list[str]) -> list[Found]:
+    """Print the table, keep what is in it, and return it."""
+    args = asked(argv)
     if args.inside:
         inside(args.variant[0], lambda: one_of_ranks(args))
         return []
     print(
         f"{args.shape}, {args.batch} rows, {args.dtype}, AdamW, checkpointing, "
-        f"{args.ranks} process{'es, FSDP2' if args.ranks > 1 else ''}\n\n"
-        "| variant | context | tokens/s | peak GiB | forward: s, peak GiB | backward | optimizer | "
-        "first and last loss | norm of the first gradient |\n|---|---|---|---|---|---|---|---|---|",
+        f"{args.ranks} process{'es, FSDP2' if args.ranks > 1 else ''}\n\n{HEAD}",
         flush=True,
     )  # fmt: skip
-    rows = []
+    rows, keep = [], keeper("model", argv, args, sizes(args), args.ranks)
     for variant in args.variant:
         if args.longest:
             rows.append(longest(args, variant))
         else:
             one = command(args, args.context, args.steps)
             rows.append(fresh(one, variant, args.ranks, args.limit))
+        keep(rows[-1])
         print(line(rows[-1]), flush=True)
     return rows

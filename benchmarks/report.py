@@ -172,12 +172,13 @@ def report(arguments: Sequence[str]) -> list[Path]:
     parser.add_argument("--out", type=Path, default=store.HERE, help="folder of the results")
     given = parser.parse_args(arguments)
     for more in map(store.load, given.more):
-        file = store.path(given.out, more["machine"])
-        store.save(store.merge(*([store.load(file)] if file.exists() else []), more), file)
+        store.join(store.path(given.out, more["machine"]), more)
     written = []
-    from benchmarks import plots  # which need matplotlib
+    from benchmarks import models_page, plots  # which need matplotlib
 
-    for file in sorted(given.out.glob("*.json")):
+    for file in store.kept(given.out, models=True):
+        written += models_page.report(file)
+    for file in store.kept(given.out):
         results = store.load(file)
         page = file.with_suffix(".md")
         page.write_text(markdown(results, file.stem))

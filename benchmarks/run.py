@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 import re
+import subprocess
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -186,9 +187,19 @@ def machine(device: torch.device) -> str:
     return f"{(names or [platform.machine()])[0]}, {torch.get_num_threads()} threads"
 
 
+def commit() -> str:
+    """Name the commit that is checked out, + where files differ from it."""
+    try:
+        asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
-    for name in ("torch", "triton", "liger-kernel", "quack-kernels", "cut-cross-entropy", "trl"):
+    names = ("torch", "triton", "transformers", "trl")
+    for name in (*names, "liger-kernel", "quack-kernels", "cut-cross-entropy"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

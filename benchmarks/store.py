@@ -15,6 +15,11 @@ def path(folder: Path, machine: str) -> Path:
     return folder / (re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-") + ".json")
 
 
+def kept(folder: Path, models: bool = False) -> list[Path]:
+    """The files of functions, or those of whole models."""
+    return [f for f in sorted(folder.glob("*.json")) if f.stem.endswith("-models") == models]
+
+
 def key(row: dict[str, Any]) -> tuple[str, str, str]:
     return row["op"], row["shape"], row["peer"]
 
@@ -43,9 +48,9 @@ def merge(*several: Results) -> Results:
 
 
 def rounded(value: Any) -> Any:
-    """The same with five digits of each number, which is more than is known."""
+    """The same with six digits of each number, which is more than is known."""
     if isinstance(value, float):
-        return float(f"{value:.5g}")
+        return float(f"{value:.6g}")
     if isinstance(value, dict):
         return {k: rounded(v) for k, v in value.items()}
     return [rounded(v) for v in value] if isinstance(value, (list, tuple)) else value
@@ -64,3 +69,14 @@ def save(results: Results, file: Path) -> None:
 
 def load(file: Path) -> Results:
     return json.loads(file.read_text())
+
+
+def join(file: Path, more: Results) -> None:
+    """Add to what a file holds."""
+    save(merge(*([load(file)] if file.exists() else []), more), file)
+
+
+def add(file: Path, machine: str, began: str, run: dict[str, Any], rows: list[Any]) -> None:
+    """Add rows of a run, after each case: a run that is cut short leaves what it has."""
+    rows = [row | {"run": began} for row in rows]
+    join(file, {"machine": machine, "runs": {began: run}, "rows": rows})

@@ -21,6 +21,7 @@ from benchmarks import (
     dpo,
     fresh,
     model,
+    models_page,
     networks,
     per_sample,
     store,
@@ -187,14 +188,23 @@ def test_the_first_shape_of_each_op_comes_first() -> None:
 
 
 def test_committed_pages_are_those_of_the_committed_results() -> None:
-    files = sorted(store.HERE.glob("*.json"))
+    files = store.kept(store.HERE)
     for file in files:
         assert file.with_suffix(".md").read_text() == markdown(store.load(file), file.stem)
     assert f"<!-- floors -->\n{floors(store.load(files[-1]))}\n<!-- end -->" in DOC.read_text()
 
 
-def test_report_merges_and_draws(tmp_path: Path) -> None:
-    (file, *_) = sorted(store.HERE.glob("*.json"))
+def test_committed_pages_of_models_are_those_of_the_committed_results() -> None:
+    files = store.kept(store.HERE, models=True)
+    for file in files:
+        page = file.with_suffix(".md").read_text()
+        assert page == models_page.markdown(store.load(file), file.stem)
+    assert models_page.summary(store.load(files[-1])) in models_page.README.read_text()
+
+
+@pytest.mark.parametrize(("models", "drawn"), [(False, 2), (True, 1)], ids=["functions", "models"])
+def test_report_merges_and_draws(tmp_path: Path, models: bool, drawn: int) -> None:
+    (file, *_) = store.kept(store.HERE, models)
     found = store.load(file)
     for name, some in (("a", found["rows"][::2]), ("b", found["rows"][1::2])):
         (tmp_path / name).write_text(json.dumps({**found, "rows": some}))
@@ -202,7 +212,7 @@ def test_report_merges_and_draws(tmp_path: Path) -> None:
     written = report([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)])
     assert (out / file.name).read_text() == file.read_text()
     assert written[0].read_text() == file.with_suffix(".md").read_text()
-    assert [path.suffix for path in written] == [".md", ".png", ".png"]
+    assert [path.suffix for path in written] == [".md", *[".png"] * drawn]
     assert all(path.stat().st_size > 1000 for path in written)
 
 
@@ -275,22 +285,24 @@ def test_shapes_of_real_models_have_their_number_of_parameters():
 
 
 @pytest.mark.slow  # nine fresh processes
-def test_ranks_have_the_losses_and_gradients_of_one_process(monkeypatch):
+def test_ranks_have_the_losses_and_gradients_of_one_process(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # whole models on the reference
-    given = ["--shape", "tiny", "--batch", "4", "--dtype", "float32"]
+    given = ["--shape", "tiny", "--batch", "4", "--dtype", "float32", "--out", str(tmp_path)]
     (alone,) = model.main([*given, "--variant", "plain"])
     every = [name for name in model.SHARDED if name != "Liger-Kernel"]
     for found in model.main([*given, "--ranks", "2", "--variant", *every]):
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-6)
         assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+    (file,) = store.kept(tmp_path, models=True)
+    shapes = {row["shape"]: row["peer"] for row in store.load(file)["rows"]}
+    assert [*shapes] == [f"tiny, 4 x 32, float32{more}" for more in ("", ", FSDP2 over 2")]
 
 
 @pytest.mark.slow  # Inductor, in fresh processes: what it warns of is its own affair
-def test_compiled_layers_train_alike(monkeypatch):
+def test_compiled_layers_train_alike(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    plain, *compiled = model.main(
-        ["--shape", "tiny", "--variant", "plain", "plain, compile", "liger_fn, compile"]
-    )
+    given = ["--shape", "tiny", "--out", str(tmp_path), "--variant"]
+    plain, *compiled = model.main([*given, "plain", "plain, compile", "liger_fn, compile"])
     for found in compiled:
         assert found["losses"] == pytest.approx(plain["losses"], rel=2e-3)
 
@@ -313,7 +325,7 @@ def test_the_longest_context_is_found_to_an_eighth(monkeypatch, gpu, tried):
         return {"context": context, "peak GiB": 50 + context / 200, "GPU GiB": gpu}
 
     monkeypatch.setattr(model, "fresh", pretend)
-    args = model.options().parse_args(["--longest", "--context", "4096", "--batch", "1"])
+    args = model.asked(["--longest", "--context", "4096", "--batch", "1"])
     assert model.longest(args, "plain")["context"] == 11264
     assert seen == tried
     assert model.longest(args, "small")["error"] == "none fits"
@@ -345,6 +357,73 @@ def test_a_process_tells_its_result_or_why_there_is_none(monkeypatch, capsys):
     assert pretend(status=None) == {"variant": "v", "error": "more than 3 s"}
     assert model.line(pretend("", "last")).startswith("| v | last | ")
     assert dpo.line(pretend("", "last")).startswith("| v | last | ")
+
+
+TRAINED = {"tokens/s": 1000.0, "peak GiB": 65.25, "seconds": [1.0, 2.0, 0.5], "GiB": [1.0] * 3,
+           "losses": [3.14159, 2.71828], "norm": 1.0, "GPU GiB": 139.8}  # fmt: skip
+PREFERRED = {"seconds": 0.25, "tokens/s": 500.0, "peak GiB": 13.0, "losses": [0.5]}
+FULL = {"error": "OutOfMemoryError: CUDA out of memory."}
+
+
+def test_whole_models_are_kept_replaced_and_drawn(tmp_path, monkeypatch):
+    monkeypatch.setenv(fresh.ALLOCATOR, "expandable_segments:True")
+    found = {"plain": TRAINED, "liger_fn": TRAINED, "Liger-Kernel": FULL}
+
+    def pretend(command, variant, *_):
+        context = int(command[command.index("--context") + 1])
+        return {"variant": variant, "context": context, **found[variant]}
+
+    monkeypatch.setattr(model, "fresh", pretend)
+    monkeypatch.setattr(dpo, "fresh", lambda _, v, limit: {"variant": v, **PREFERRED})
+    names = iter(("1", "2", "3", "4", "5"))
+
+    class Clock:
+        now = staticmethod(lambda _: Clock)
+        isoformat = staticmethod(lambda timespec: next(names))
+
+    monkeypatch.setattr(fresh, "datetime", Clock)
+    given = ["--shape", "tiny", "--out", str(tmp_path), "--commit", "c0ffee", "--variant"]
+    assert [row.get("error") for row in model.main([*given, *found])] == [None, None, FULL["error"]]
+    found["plain"] = {**TRAINED, "tokens/s": 2000.0}
+    model.main([*given, "plain", "--steps", "9"])
+    model.main([*given, "plain", "--context", "64"])
+    monkeypatch.setattr(model, "longest", lambda _, v: {"variant": v, **TRAINED, "context": 99})
+    model.main([*given, "plain", "--longest"])
+    dpo.main([*given, "TRL", "TRL, adapted"])
+
+    (file,) = store.kept(tmp_path, models=True)
+    results = store.load(file)
+    assert {(r["shape"], r["peer"], r["run"], r["steps"]) for r in results["rows"]} == {
+        ("tiny, 2 x 32", "plain", "2", 9),
+        ("tiny, 2 x 32", "liger_fn", "1", 3),
+        ("tiny, 2 x 32", "Liger-Kernel", "1", 3),
+        ("tiny, 2 x 64", "plain", "3", 3),
+        ("tiny, 1 x the longest", "plain", "4", 3),
+        ("tiny, 2 pairs of 2 x 32", "TRL", "5", 5),
+        ("tiny, 2 pairs of 2 x 32", "TRL, adapted", "5", 5),
+    }
+    assert next(row["error"] for row in results["rows"] if "error" in row) == FULL["error"]
+    run = results["runs"]["5"]
+    assert run["command"].startswith(
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m benchmarks dpo --shape tiny"
+    )
+    assert (run["commit"], run["versions"]["torch"]) == ("c0ffee", torch.__version__)
+
+    page, plot = report(["--out", str(tmp_path)])
+    text = page.read_text()
+    assert re.findall(r"\n## (.*)", text) == [
+        "tiny, 2 x 32", "tiny, 2 x 64", "tiny, 1 x the longest", "DPO: tiny, 2 pairs of 2 x 32",
+    ]  # fmt: skip
+    assert "| plain | 32 | 2000 | 65.2 | 1.00 s, 1.0 | " in text
+    assert "| Liger-Kernel | OutOfMemoryError: CUDA out of memory. | | | | | | | | 3 | 1 |" in text
+    assert "| plain | 99 | 1000 |" in text
+    assert "| TRL, adapted | 250 | 500 | 13.0 | 0.5000 | 5 | 5 |" in text
+    assert plot.stat().st_size > 1000
+    assert models_page.summary(results).splitlines()[3:-1] == [
+        "| tiny, 2 x 32 | 2000, 65.2 | out of memory | 1000, 65.2 |",
+        "| tiny, 2 x 64 | 2000, 65.2 | - | - |",
+        "| tiny, 2 pairs of 2 x 32, TRL's DPOTrainer | 500, 13.0 | - | 500, 13.0 |",
+    ]
 
 
 @pytest.mark.usefixtures("plain")
