@@ -28,8 +28,8 @@ Written by `python -m benchmarks report` from [{name}.json]({name}.json), which
 
 Hugging Face models with random weights and tokens, AdamW, gradient checkpointing, bfloat16 unless
 it says otherwise; each variant in a process of its own. The first step warms up and does not
-count, times are medians of the others. Peaks are what PyTorch allocated. What did not fit, or
-failed, has its reason.
+count, times are medians of the others. Peaks: what PyTorch allocated on a GPU, on a CPU what the
+process held. What did not fit, or failed, has its reason.
 
 ![tokens a second and peak memory of each variant]({name}.png)
 """
