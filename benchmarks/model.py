@@ -23,6 +23,7 @@ import torch.distributed as dist
 from benchmarks.fresh import Found, fresh, inside, keeper, options, place
 from benchmarks.networks import (
     SHAPES,
+    TILES,
     VOCAB_PARALLEL,
     build,
     loss_of,
@@ -33,7 +34,7 @@ from tests.peak import peak, start_of_peak
 
 ALONE = (
     "plain", "plain, compile", "Liger-Kernel", "liger_fn", "liger_fn, compile",
-    "liger_fn, bf16 sums",
+    "liger_fn, bf16 sums", f"liger_fn, {TILES}",
 )  # fmt: skip
 SHARDED = ("plain", "Liger-Kernel", "liger_fn", f"liger_fn, {VOCAB_PARALLEL}")
 PARTS = ("forward", "backward", "optimizer")

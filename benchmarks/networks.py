@@ -47,6 +47,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 VOCAB_PARALLEL = "vocab parallel"
+TILES = "feed-forward in tiles"
+MLP_CHUNK = 4096  # tokens of a tile
 
 
 def build(
@@ -72,7 +74,8 @@ def build(
     if whose == "liger_fn":
         from liger_fn.nn.adapters import adapt
 
-        adapt(model, accum_dtype=torch.bfloat16 if "bf16 sums" in how else torch.float32)
+        options: dict[str, Any] = {"accum_dtype": torch.bfloat16} if "bf16 sums" in how else {}
+        adapt(model, **options, mlp_chunk=MLP_CHUNK if TILES in how else None)
     if "compile" in how:
         for layer in model.model.layers:
             layer.compile(fullgraph=True)  # inside what checkpoints it

@@ -102,6 +102,9 @@ LAYERS: dict[str, Row] = {
         lambda **kw: nn.SwiGLUMLP(D, 6, **kw), None, at(3, D),
         "SwiGLUMLP(\n  (gate_proj): Linear(in_features=8, out_features=6, bias=False)",
     ),
+    "swiglu-tiles": Row(
+        lambda **kw: nn.SwiGLUMLP(D, 6, chunk=2, **kw), None, at(5, D), "SwiGLUMLP(\n  chunk=2\n",
+    ),
     "geglu": Row(
         lambda **kw: nn.GEGLUMLP(D, 6, bias=True, approximate="none", **kw), None, at(3, D),
         "GEGLUMLP(\n  approximate='none'\n  (gate_proj): Linear(in_features=8, out_features=6,",

@@ -98,6 +98,32 @@ def test_a_loop_that_is_none_is_refused(llama):
         adapt(llama, accum_dtype=torch.float16)
 
 
+@pytest.mark.parametrize("around", [False, True], ids=["", "checkpointed"])
+def test_feed_forward_layers_in_tiles_have_the_gradients_of_whole_ones(llama, batch, around):
+    llama, tokens = llama.double().train(), []
+    want = gradients(adapt(llama), batch)
+    if around:
+        llama.gradient_checkpointing_enable({"use_reentrant": False})
+    adapt(llama, mlp_chunk=3)
+    gate = llama.model.layers[0].mlp.gate_proj
+    gate.register_forward_hook(lambda m, args, y: tokens.append(y.shape[:-1].numel()))
+    for got, whole in zip(gradients(llama, batch)[1], want[1], strict=True):
+        torch.testing.assert_close(got, whole, rtol=1e-10, atol=1e-12)
+    assert max(tokens) <= max(
+        3, batch["input_ids"].shape[0]
+    )  # a tile has one of each row, at least
+    assert sum(tokens) >= 2 * batch["input_ids"].numel()  # backward forms them again
+
+
+def test_tiles_without_a_layer_for_them_are_refused(llama, device):
+    message = r"^adapt: mlp_chunk is given, but no gated feed-forward layer is adapted$"
+    for model, more in ((llama, {"glu": False}), (torch.nn.LayerNorm(8), {})):
+        with pytest.raises(AdapterError, match=message):
+            adapt(model, mlp_chunk=4, **more)
+    with pytest.raises(ValueError, match=r"^adapt: mlp_chunk must be an integer above 0, got 0$"):
+        adapt(llama, mlp_chunk=0)
+
+
 def test_torch_modules_need_no_transformers(device):
     model = torch.nn.Sequential(torch.nn.RMSNorm(8, eps=1e-5), torch.nn.LayerNorm(8)).to(device)
     want = model(x := torch.randn(3, 8, device=device))

@@ -6,12 +6,10 @@ small sizes, by the tensors that torch allocates, which a profiler counts to the
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from liger_fn import fused_linear_ce, using
+from tests.memory import held
 from tests.peak import FORGET_PEAK, peak, start_of_peak
 from tests.table import ROWS, Draw, Row
 
 ON_GPU = torch.cuda.is_available()
 ROOT = Path(__file__).resolve().parent.parent
-CPU = torch.profiler.ProfilerActivity.CPU
 
 # the logits of a small language model take 250 MiB, its head 62.5 MiB; a GPU has chunks of 1 GiB
 M, D, V = 16_384 if ON_GPU else 2048, 512, 32_000
@@ -104,22 +102,6 @@ def test_without_its_gradient_the_head_needs_no_memory_of_its_size(name):
 
 
 # -- every head: what torch allocates --------------------------------------------------------------
-
-
-def held(run: Callable[[], object], device: torch.device, folder: Path) -> int:
-    """Bytes of tensors at the peak of a run, beyond those that were there."""
-    if device.type == "cuda":
-        run()  # workspaces of libraries stay
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[CPU], profile_memory=True) as profile:
-        run()
-    profile.export_chrome_trace(str(folder / "trace.json"))
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
-    return max(accumulate(change for _, change in changes))
 
 
 def step_of(

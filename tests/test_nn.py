@@ -18,6 +18,7 @@ from torch import Tensor
 
 import liger_fn
 from liger_fn import nn
+from tests.memory import held
 from tests.modules import LAYERS, MODULES, D, inputs, made
 from tests.tolerance import assert_exact_as, cotangents, same_bits
 
@@ -91,6 +92,47 @@ def test_a_gated_layer_is_its_formula(device, mlp, act):
     torch.testing.assert_close(mlp(x), want)
     names = {k.rsplit(".", 1)[0] for k in mlp.state_dict()}
     assert names == {"gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("shape", [(D,), (7, D), (2, 5, D), (2, 0, D), (3, 2, 4, D)])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_a_gated_layer_in_tiles_is_that_layer(device, shape, chunk):
+    mlp = nn.GEGLUMLP(D, 6, bias=True, device=device, dtype=torch.float64)
+    x = torch.randn(shape, device=device, dtype=torch.float64)
+    want = gradients(mlp, x)
+    mlp.chunk = chunk
+    for got, whole in zip(gradients(mlp, x), want, strict=True):
+        torch.testing.assert_close(got, whole)
+    rows = torch.func.grad(lambda x: mlp(x).square().sum())(x)
+    torch.testing.assert_close(
+        rows, torch.autograd.grad(mlp(at := x.clone().requires_grad_()).square().sum(), at)[0]
+    )
+
+
+def test_a_gated_layer_in_tiles_holds_the_activations_of_one(plain, device, tmp_path):
+    x = torch.randn(256, 4, device=device, requires_grad=True)
+
+    def peak(chunk):
+        mlp = nn.SwiGLUMLP(4, 512, chunk=chunk, device=device)
+
+        def step():
+            torch.autograd.grad(mlp(x).sum(), [x, *mlp.parameters()])
+
+        step()  # the first checkpoint of a process allocates what is nobody's
+        return held(step, device, tmp_path)
+
+    between = 256 * 512 * 4  # bytes of gate of all tokens, of up likewise
+    whole, tiles = peak(None), peak(16)
+    assert whole > 4 * between
+    assert tiles < between, f"{tiles} bytes, {tiles / between:.2f} of one such tensor"
+
+
+@pytest.mark.parametrize("kind", [nn.SwiGLUMLP, nn.GEGLUMLP])
+def test_a_chunk_that_is_none_is_refused(kind):
+    with pytest.raises(
+        ValueError, match=rf"^{kind.__name__}: chunk must be an integer above 0, got 0"
+    ):
+        kind(4, 8, chunk=0)
 
 
 def test_dyt_is_its_formula(device):

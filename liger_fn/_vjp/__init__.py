@@ -30,6 +30,7 @@ from liger_fn._vjp.functions import make_functions
 from liger_fn._vjp.levels import derivative as derivative
 from liger_fn._vjp.levels import plain as plain
 from liger_fn._vjp.levels import tracked as tracked
+from liger_fn._vjp.levels import transformed as transformed
 from liger_fn._vjp.op import Op
 from liger_fn._vjp.sharding import ready
 

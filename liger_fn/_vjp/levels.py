@@ -28,6 +28,11 @@ def plain() -> bool:
     return stack is not None and any(level.key() == TransformType.Jvp for level in stack)
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def tracked(t: Tensor | None = None) -> bool:
     """Whether someone may differentiate or map the running code: it must not reuse buffers.
 

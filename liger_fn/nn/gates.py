@@ -3,6 +3,8 @@
     y = down_proj(act(gate_proj(x)) * up_proj(x))        x, y: (..., hidden)   between: (..., inner)
 
 Names of parameters are theirs: gate_proj.weight, up_proj.weight, down_proj.weight (and biases).
+With `chunk` the inner activations of so many tokens exist at a time: backward forms them again,
+tile by tile. After Bekman et al., "Arctic Long Sequence Training", 2025, arXiv:2506.13996.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_fn._check import check_choice
+from liger_fn.nn.tiles import tiled
+from liger_fn.ops._chunked import check_chunk
 from liger_fn.ops.geglu import geglu
 from liger_fn.ops.swiglu import swiglu
 
@@ -24,6 +28,12 @@ class SwiGLUMLP(nn.Module):
         bias: whether the three projections have one.
         device: of the parameters.
         dtype: of the parameters.
+        chunk: tokens whose inner activations exist at a time, for two or three products more in
+            training; default: all. Gradients of the parameters are then sums over chunks, each
+            rounded to their dtype.
+
+    Raises:
+        ValueError: chunk is no integer above 0.
 
     Example:
         >>> SwiGLUMLP(4, 8)(torch.ones(2, 4)).shape
@@ -35,10 +45,13 @@ class SwiGLUMLP(nn.Module):
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, bias: bool = False,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
+        chunk: int | None = None,
     ) -> None:  # fmt: skip
+        check_chunk(type(self).__name__, chunk)
         super().__init__()
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.chunk = chunk
         inward = (hidden_size, intermediate_size, bias, device, dtype)
         self.gate_proj, self.up_proj = nn.Linear(*inward), nn.Linear(*inward)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
@@ -50,7 +63,14 @@ class SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., hidden_size) to the same shape."""
+        return tiled(self._tile, x, self.chunk)
+
+    def _tile(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+    def extra_repr(self) -> str:
+        """Name the option that was given."""
+        return "" if self.chunk is None else f"chunk={self.chunk}"
 
 
 class GEGLUMLP(SwiGLUMLP):
@@ -63,6 +83,10 @@ class GEGLUMLP(SwiGLUMLP):
         device: as there.
         dtype: as there.
         approximate: "tanh" (Gemma's gelu_pytorch_tanh) or "none" (with erf).
+        chunk: as there.
+
+    Raises:
+        ValueError: as there, or approximate is unknown.
 
     Example:
         >>> GEGLUMLP(4, 8)(torch.ones(2, 4)).shape
@@ -72,17 +96,17 @@ class GEGLUMLP(SwiGLUMLP):
     def __init__(
         self, hidden_size: int, intermediate_size: int, bias: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
-        approximate: str = "tanh",
+        approximate: str = "tanh", chunk: int | None = None,
     ) -> None:  # fmt: skip
         check_choice("GEGLUMLP", "approximate", approximate, ("tanh", "none"))
-        super().__init__(hidden_size, intermediate_size, bias, device, dtype)
+        super().__init__(hidden_size, intermediate_size, bias, device, dtype, chunk=chunk)
         self.approximate = approximate
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., hidden_size) to the same shape."""
+    def _tile(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(geglu(gate, up, approximate=self.approximate))
 
     def extra_repr(self) -> str:
-        """Name the option."""
-        return f"approximate={self.approximate!r}"
+        """Name the options."""
+        given = super().extra_repr()
+        return f"approximate={self.approximate!r}" + (f", {given}" if given else "")

@@ -38,13 +38,18 @@ def check_head(
     """Hold the tensors of a head together."""
     check_tensors(op, w=(w, "v d"), x=(x, "... d"), y=(y, "int ..."), b=(b, "? v"))
     check_rows(op, y, x=x)
-    check_chunk(op, chunk, accum_dtype)
+    check_loop(op, chunk, accum_dtype)
 
 
-def check_chunk(op: str, chunk: int | None, accum_dtype: torch.dtype) -> None:
-    """Hold how the loop goes to its meaning."""
+def check_chunk(op: str, chunk: int | None, name: str = "chunk") -> None:
+    """Hold a number of tokens to its meaning."""
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"{op}: chunk must be an integer above 0, got {chunk!r}")
+        raise ValueError(f"{op}: {name} must be an integer above 0, got {chunk!r}")
+
+
+def check_loop(op: str, chunk: int | None, accum_dtype: torch.dtype) -> None:
+    """Hold how the loop goes to its meaning."""
+    check_chunk(op, chunk)
     if accum_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{op}: accum_dtype must be float32 or bfloat16, got {accum_dtype}")
 

@@ -26,7 +26,7 @@ from liger_fn.ops._ce import (
 )
 from liger_fn.ops._chunked import (
     Rows,
-    check_chunk,
+    check_loop,
     head_loop,
     logits,
     product_dtype,
@@ -181,7 +181,7 @@ def distill(
         teacher_x, at = _check_topk(op, tensors, topk)
     _check(op, tensors, hard_weight, {**how, "beta": beta})
     check_reduction(op, w.shape[0], reduction, n_valid, x=x)
-    check_chunk(op, chunk, accum_dtype)
+    check_loop(op, chunk, accum_dtype)
     live = torch.full(x.shape[:-1], ignore_index + 1, device=x.device) if y is None else y.long()
     if kind == "jsd" and beta in (0, 1):
         kind = "reverse" if beta else "kl"

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from liger_fn.nn.adapters.binding import bind, slot_of, unbind
+from liger_fn.nn.adapters.fingerprint import Glu
 from liger_fn.nn.adapters.forwards import bind_spec
 from liger_fn.nn.adapters.head import PLAN, Plan, head_forward, model_forward
 from liger_fn.nn.adapters.survey import SWITCHES, Found, survey
-from liger_fn.ops._chunked import check_chunk
+from liger_fn.ops._chunked import check_chunk, check_loop
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -26,7 +27,7 @@ def adapt(
     model: M, *, rms_norm: bool | None = None, layer_norm: bool | None = None,
     rope: bool | None = None, glu: bool | None = None, cross_entropy: bool | None = None,
     fused_linear_ce: bool | None = None, chunk: int | None = None,
-    accum_dtype: torch.dtype = torch.float32,
+    accum_dtype: torch.dtype = torch.float32, mlp_chunk: int | None = None,
 ) -> M:  # fmt: skip
     """Let this one model compute with the functions of liger_fn, wherever that means the same.
 
@@ -45,14 +46,19 @@ def adapt(
         chunk: tokens whose logits exist at a time, in a loss without logits and `token_logprobs`.
         accum_dtype: of the sums over chunks there that become the gradient of the head; bfloat16
             halves their memory.
+        mlp_chunk: tokens whose inner activations exist at a time in a gated feed-forward layer;
+            backward forms them again. Longer contexts fit, a step takes longer, and gradients of
+            its weights are sums over chunks, each rounded to their dtype.
 
     Returns:
         The model itself.
 
     Raises:
         AdapterError: a switch is True and nothing matches it, or the model runs kernels from the
-            hub (`use_kernels`). The model is as it was.
-        ValueError: chunk or accum_dtype is none that `fused_linear_ce` takes.
+            hub (`use_kernels`), or there is an mlp_chunk and no gated layer for it. The model is
+            as it was.
+        ValueError: chunk or accum_dtype is none that `fused_linear_ce` takes, or mlp_chunk is no
+            integer above 0.
 
     Example:
         >>> model = adapt(torch.nn.Sequential(torch.nn.LayerNorm(8)), layer_norm=True)
@@ -64,7 +70,8 @@ def adapt(
             strict=True,
         )
     )
-    check_chunk("adapt", chunk, accum_dtype)
+    check_loop("adapt", chunk, accum_dtype)
+    check_chunk("adapt", mlp_chunk, "mlp_chunk")
     if getattr(model, "use_kernels", False):
         raise AdapterError(
             "adapt: the model runs kernels from the hub: load it without use_kernels"
@@ -73,13 +80,15 @@ def adapt(
     for switch, value in asked.items():
         if value and not any(f.switch == switch and f.spec is not None for f in found):
             raise AdapterError(_nothing(switch, model, found))
-    restore(model)
     wanted = [f for f in found if f.spec is not None and asked[f.switch] is not False]
+    if mlp_chunk is not None and not any(isinstance(f.spec, Glu) for f in wanted):
+        raise AdapterError("adapt: mlp_chunk is given, but no gated feed-forward layer is adapted")
+    restore(model)
     loop = {"chunk": chunk, "accum_dtype": accum_dtype}
     _bind_head([f for f in wanted if isinstance(f.spec, str)], loop)
     for f in wanted:
         if f.spec is not None and not isinstance(f.spec, str):
-            bind_spec(f.module, f.spec)
+            bind_spec(f.module, f.spec, mlp_chunk)
     return model
 
 

@@ -21,9 +21,10 @@ from liger_fn.nn.adapters.fingerprint import (
     Rope,
     Spec,
 )
+from liger_fn.nn.tiles import tiled
 
 
-def bind_spec(m: nn.Module, spec: Spec) -> None:
+def bind_spec(m: nn.Module, spec: Spec, mlp_chunk: int | None) -> None:
     """Let a module compute its spec with the function of liger_fn."""
     match spec:
         case Norm():
@@ -31,7 +32,7 @@ def bind_spec(m: nn.Module, spec: Spec) -> None:
         case Affine():
             bind(m, _affine)
         case Glu():
-            bind(m, _glu(spec))
+            bind(m, _glu(spec, mlp_chunk))
         case Gate():
             bind(m, _gate(spec), "_apply_gate")
         case Rope():
@@ -53,12 +54,15 @@ def _affine(self: Any, x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _glu(spec: Glu) -> Callable[..., Tensor]:
+def _glu(spec: Glu, chunk: int | None) -> Callable[..., Tensor]:
     *inward, down = spec.parts
     act = ACTS[spec.act][len(inward) == 1]
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def tile(self: Any, x: Tensor) -> Tensor:
         return getattr(self, down)(act(*[getattr(self, name)(x) for name in inward]))
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return tiled(functools.partial(tile, self), x, chunk)
 
     return forward
 
