@@ -88,6 +88,15 @@ def _packed_bwd_ref(
 
 
 @triton.jit
+def _gelu_share(g):
+    """s of gelu_tanh, and s * (1 - s), where 1 - s would cancel."""
+    u2 = 1.5957691216057308 * (g + 0.044715 * g * g * g)
+    e = tl.exp(-tl.abs(u2))
+    r = 1.0 / (1.0 + e)
+    return tl.where(u2 < 0.0, e * r, r), e * r * r
+
+
+@triton.jit
 def _act(g, ACT: tl.constexpr):
     if ACT == "silu":
         y = g * tl.sigmoid(g)
@@ -96,7 +105,8 @@ def _act(g, ACT: tl.constexpr):
     elif ACT == "gelu_none":
         y = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
     else:
-        y = g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+        s, _ = _gelu_share(g)
+        y = g * s
     return y
 
 
@@ -111,10 +121,7 @@ def _act_slope(g, ACT: tl.constexpr):
         cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
         y = cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
     else:
-        u2 = 1.5957691216057308 * (g + 0.044715 * g * g * g)
-        e = tl.exp(-tl.abs(u2))
-        r = 1.0 / (1.0 + e)
-        s, bend = tl.where(u2 < 0.0, e * r, r), e * r * r  # s * (1 - s) would cancel
+        s, bend = _gelu_share(g)  # backward forms it once for both gradients
         y = s + tl.where(bend == 0.0, 0.0, bend * g * 1.5957691216057308 * (1.0 + 0.134145 * g * g))
     return y
 

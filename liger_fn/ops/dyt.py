@@ -31,7 +31,7 @@ from liger_fn._launch import (
     tl,
     triton,
 )
-from liger_fn._math import cast, join_strips, tanh, tanh_slope_ref, up, wide
+from liger_fn._math import cast, join_strips, tanh, tanh_slope_of_half, tanh_slope_ref, up, wide
 from liger_fn._vjp import custom_vjp
 
 _LIMIT = 1024  # elements are independent: a block need not hold a row, and small ones spread better
@@ -70,12 +70,22 @@ def _bwd_ref(
 
 
 @triton.jit
+def _tanh_slope(x, dtype: tl.constexpr):
+    if dtype.primitive_bitwidth == 16:
+        t, slope = tanh_slope_of_half(x)
+    else:
+        t = tanh(x)
+        slope = 1.0 - t * t  # tanh_slope has an ulp less, and takes half as long again
+    return t, slope
+
+
+@triton.jit
 def _fwd_kernel(x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, n, per_group, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, group = col < n, row // per_group
     x = up(tl.load(x_ptr + row * n + col, mask, other=0.0))
-    y = tanh(tl.load(alpha_ptr + group) * x)
+    y, _ = _tanh_slope(tl.load(alpha_ptr + group) * x, x_ptr.dtype.element_ty)
     if w_ptr is not None:
         y *= up(tl.load(w_ptr + group * n + col, mask, other=0.0))
     if b_ptr is not None:
@@ -85,7 +95,8 @@ def _fwd_kernel(x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, n, per_group, BLOCK: tl.c
 
 @triton.jit
 def _bwd_kernel(
-    dy_ptr, x_ptr, alpha_ptr, w_ptr, dx_ptr, dalpha_ptr, dw_ptr, db_ptr, m, n, BLOCK: tl.constexpr
+    dy_ptr, x_ptr, alpha_ptr, w_ptr, dx_ptr, dalpha_ptr, dw_ptr, db_ptr, m, n,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     # one strip of the m rows of a group and one block of columns: the sums stay in registers
     strip, group, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -98,16 +109,14 @@ def _bwd_kernel(
     gain = dw + 1.0
     if w_ptr is not None:
         gain = up(tl.load(w_ptr + group * n + col, mask, other=0.0))
-    for i in range(strip, m, tl.num_programs(0)):
+    for i in tl.range(strip, m, tl.num_programs(0), num_stages=3):
         at = (group * m + i) * n + col
         dy = tl.load(dy_ptr + at, mask, other=0.0).to(alpha.dtype)
         db += dy
         if dx_ptr is not None or dalpha_ptr is not None or dw_ptr is not None:
             x = up(tl.load(x_ptr + at, mask, other=0.0))
-            t = tanh(alpha * x)
-            g = (
-                dy * gain * (1.0 - t * t)
-            )  # tanh_slope has an ulp more, and takes half as long again
+            t, slope = _tanh_slope(alpha * x, x_ptr.dtype.element_ty)
+            g = dy * gain * slope
             if dx_ptr is not None:
                 tl.store(dx_ptr + at, g * alpha, mask)
             dalpha += g * x
@@ -137,7 +146,7 @@ def _bwd_triton(
     dy: Tensor, x: Tensor, alpha: Tensor, w: Tensor | None, b: Tensor | None, *,
     wanted: tuple[bool, ...], groups: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    n, g, tile = x.shape[-1], groups or 1, row_tile(x.shape[-1], _LIMIT)
+    n, g, tile = x.shape[-1], groups or 1, row_tile(x.shape[-1], _LIMIT, _LIMIT)
     a, m, blocks = _alphas(alpha, x, groups), math.prod(x.shape[:-1]) // g, -(-n // tile["BLOCK"])
     p = strips(m, x.device, max(1, 8 // max(1, blocks)))
     dx = fresh(x) if wanted[0] else None
