@@ -100,13 +100,15 @@ def _pull_back(op: Op, pullback: Callable) -> Callable[[tuple, tuple, tuple], Se
 
 def _forward_functions(op: Op, pullback: Callable) -> tuple[Callable, Callable]:
     """Tensors to outputs and residuals. What Dynamo traces here closes over no object of ours."""
-    n, c, slots = len(op.names), op.outputs, tuple(op.slots)
-    args, results = tuple(op.args), tuple(op.results)
+    c, args, results = op.outputs, tuple(op.args), tuple(op.results)
     traced_fwd = _make_traced(op, op.fwd_op, op.fwd["reference"], op.tells_fwd)
-    traced_bwd = _make_traced(op, op.bwd_op, op.bwd["reference"], True)
-    pull_back = _pull_back(op, pullback)
+
+    def run_fwd(static: tuple, tensors: Sequence[Maybe]) -> tuple[Tensor, ...]:
+        return tuple(op.run_fwd(static, tensors))
 
     class Forward(Function):
+        backward = staticmethod(_backward(op, pullback))
+
         @staticmethod
         def forward(static: tuple, *tensors: Maybe) -> tuple[Tensor, ...]:
             if torch.compiler.is_compiling():
@@ -123,29 +125,6 @@ def _forward_functions(op: Op, pullback: Callable) -> tuple[Callable, Callable]:
             ctx.save_for_backward(*[tensors[i] for i in args], *[output[i] for i in results])
 
         @staticmethod
-        def backward(ctx: Any, *ct: Maybe) -> tuple[Maybe, ...]:
-            backend, groups, mapped, _, values = ctx.static
-            needed = ctx.needs_input_grad
-            wanted = tuple([needed[1 + i] for i in slots])
-            ct = ct[:c]
-            out: list[Maybe] = [None] * (1 + n)
-            if all(d is None for d in ct) or not any(wanted):
-                return tuple(out)
-            own = bool(groups)  # results have the axes of all groups
-            marks = (own,) * c + tuple([mapped[i] for i in args]) + (own,) * len(results)
-            static = backend, groups, marks, wanted, values
-            grads: Sequence[Tensor]
-            if torch.compiler.is_compiling():  # Dynamo does not trace a nested apply
-                grads = traced_bwd(static, (*ct, *ctx.saved_tensors))
-            else:
-                grads = pull_back(static, ct, ctx.saved_tensors)
-            asked = [i for i, w in zip(slots, wanted, strict=True) if w]
-            for i, g in zip(asked, grads, strict=True):
-                shared = groups and not mapped[i]
-                out[1 + i] = g.sum(tuple(range(len(groups)))) if shared else g
-            return tuple(out)
-
-        @staticmethod
         def vmap(info: Any, dims: tuple, *a: Any) -> Any:
             return _one_more_axis(Forward.apply, op, op.rows, True, info.batch_size, dims, a)
 
@@ -160,11 +139,40 @@ def _forward_functions(op: Op, pullback: Callable) -> tuple[Callable, Callable]:
 
         backward = Forward.backward
 
-    def run_fwd(static: tuple, tensors: Sequence[Maybe]) -> tuple[Tensor, ...]:
-        return tuple(op.run_fwd(static, tensors))
-
-    _set_arity(Forward, 1 + n)
+    _set_arity(Forward, 1 + len(op.names))
     return Forward.apply, EagerForward.apply
+
+
+def _backward(op: Op, pullback: Callable) -> Callable[..., tuple[Maybe, ...]]:
+    """Backward of both: one cotangent for each argument, None where none is needed."""
+    n, c, slots = len(op.names), op.outputs, tuple(op.slots)
+    args, results = tuple(op.args), tuple(op.results)
+    traced_bwd = _make_traced(op, op.bwd_op, op.bwd["reference"], True)
+    pull_back = _pull_back(op, pullback)
+
+    def backward(ctx: Any, *ct: Maybe) -> tuple[Maybe, ...]:
+        backend, groups, mapped, _, values = ctx.static
+        needed = ctx.needs_input_grad
+        wanted = tuple([needed[1 + i] for i in slots])
+        ct = ct[:c]
+        out: list[Maybe] = [None] * (1 + n)
+        if all(d is None for d in ct) or not any(wanted):
+            return tuple(out)
+        own = bool(groups)  # results have the axes of all groups
+        marks = (own,) * c + tuple([mapped[i] for i in args]) + (own,) * len(results)
+        static = backend, groups, marks, wanted, values
+        grads: Sequence[Tensor]
+        if torch.compiler.is_compiling():  # Dynamo does not trace a nested apply
+            grads = traced_bwd(static, (*ct, *ctx.saved_tensors))
+        else:
+            grads = pull_back(static, ct, ctx.saved_tensors)
+        asked = [i for i, w in zip(slots, wanted, strict=True) if w]
+        for i, g in zip(asked, grads, strict=True):
+            shared = groups and not mapped[i]
+            out[1 + i] = g.sum(tuple(range(len(groups)))) if shared else g
+        return tuple(out)
+
+    return backward
 
 
 def _make_traced(op: Op, visible: Any, reference: Rule, tells: bool) -> Callable[..., tuple]:
