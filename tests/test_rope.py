@@ -18,6 +18,7 @@ from tests.tolerance import (
     assert_pure_and_close,
     assert_pure_and_exact,
     far_apart,
+    home,
     results,
     same_bits,
 )
@@ -474,3 +475,19 @@ def test_a_second_backward_gives_the_same_gradients(backend, device):
     first = torch.autograd.grad((y, z), leaves, dys, retain_graph=True)
     second = torch.autograd.grad((y, z), leaves, dys)
     assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_of_fixed_angles_backward_keeps_no_argument(device):
+    q, k = (torch.randn(1, 2, 3, 4, device=device, requires_grad=True) for _ in "qk")
+    cos, sin = torch.randn(2, 3, 4, device=device)
+
+    def kept(*args):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(home(t)), lambda _: _):
+            out = rope(q, k, *args)
+        return set(saved), {home(t) for t in out}
+
+    saved, results = kept(cos, sin)
+    assert saved == results | {home(cos), home(sin)}
+    saved, _ = kept(cos.requires_grad_(), sin)
+    assert {home(q), home(k)} <= saved

@@ -83,7 +83,8 @@ def custom_vjp(
         opaque: keep the op whole under torch.compile even where the reference runs.
         fake: shapes and strides of fwd's results for tracing; default: the reference on fake
             tensors, made contiguous.
-        layout: an empty cotangent for an argument, as bwd lays it out; default: contiguous.
+        layout: an empty cotangent for an argument, or for the output that bwd keeps in its place,
+            as bwd lays it out; default: contiguous.
         flops: operations of fwd and of bwd from the shapes of their arguments, for FLOP counters.
         axes: which axes of a DTensor may be sharded, as "... [n], [n] -> ... [n], ..." of a norm:
             arguments, then outputs and residuals; those in brackets must be whole. None: refused.

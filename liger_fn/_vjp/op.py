@@ -128,11 +128,14 @@ class Op:
         return [t for t in self.fake(*tensors, **kw) if t is not None]
 
     def _bwd_fake(self, *tensors: Maybe, **kw: Any) -> list[Tensor]:
-        if len(self.args) < len(self.names):  # who knows what is not here? the reference
-            kw["backend"] = "reference"
-            return [dense(t) for t in self._call(self._bwd_rule, tensors, **kw)]
         primals, groups = tensors[self.outputs :], kw["groups"]
         own = kw["backend"] == "triton" and not groups
+        if len(self.args) < len(self.names):  # who knows what is not here?
+            if own and self.layout:  # outputs in its place: one for each gradient
+                kept = itertools.compress(primals[len(self.args) :], kw["wanted"])
+                return [self.layout(t) for t in kept if t is not None]
+            kw["backend"] = "reference"
+            return [dense(t) for t in self._call(self._bwd_rule, tensors, **kw)]
         out = []
         for i in itertools.compress(self.slots, kw["wanted"]):
             t = primals[i]

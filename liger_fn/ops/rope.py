@@ -14,12 +14,14 @@ Pullback of dy, since rot is antisymmetric:
     dcos = sum over heads of dy * x,   dsin = sum over heads of dy * rot(x)
 
 y has the dtype of x. The reference takes products in the dtype that x and cos promote to, as torch
-does, the kernels in float32 (float64 for float64 x) with one rounding at the end.
+does, the kernels in float32 (float64 for float64 x) with one rounding at the end. Backward keeps y,
+not x, where the angles have no gradient.
 Su et al., 2021, arXiv:2104.09864; half-width form: Black et al., 2022, arXiv:2204.06745.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -28,7 +30,7 @@ from torch import Tensor
 from liger_fn._check import check_choice, check_same_shape, check_tensors
 from liger_fn._launch import launch, tl, triton
 from liger_fn._math import up, wide
-from liger_fn._vjp import custom_vjp
+from liger_fn._vjp import custom_vjp, transformed
 
 # -- reference -------------------------------------------------------------------------------------
 
@@ -97,8 +99,7 @@ def _pull_angles(
         if not want:
             out.append(None)
             continue
-        terms = ((d * turn(x)).sum(-3) for d, x in pairs)
-        dc: Tensor = sum(terms)  # type: ignore[assignment]  # never the int 0: one term exists
+        dc: Tensor = sum((d * turn(x)).sum(-3) for d, x in pairs)  # type: ignore[assignment]  # not 0
         if layout == "interleaved":
             dc = rearrange(dc, "... (p two) -> ... p two", two=2).sum(-1)
             dc = torch.cat((dc, torch.zeros_like(dc)), -1)
@@ -168,8 +169,7 @@ def _rotate(
     y, x4 = _new_like(like), x.reshape(math.prod(lead), h, t, width)
     if x.numel() == 0:
         return y.view(x.shape)
-    if x4.stride(-1) != 1:
-        x4 = x4.contiguous()
+    x4 = x4 if x4.stride(-1) == 1 else x4.contiguous()
     shared = math.prod(cos.shape[:-2]) == 1
     cos, sin = ((c if shared else c.expand(*lead, t, r)).contiguous() for c in (cos, sin))
     block = triton.next_power_of_2(max(r // 2, 1))
@@ -193,15 +193,12 @@ def _bwd_triton(
     dq: Tensor | None, dk: Tensor | None, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *,
     layout: str, wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    out: list[Tensor | None] = []
-    for want, d, x in zip(wanted[:2], (dq, dk), (q, k), strict=True):
-        if want and d is None:
-            out.append(_empty_like(x).zero_())
-        else:
-            out.append(
-                _rotate(d, cos, sin, layout, x, backward=True) if want and d is not None else None
-            )
-    # learned angles are rare: plain torch
+    out = [
+        None if not want
+        else _empty_like(x).zero_() if d is None
+        else _rotate(d, cos, sin, layout, x, backward=True)
+        for want, d, x in zip(wanted[:2], (dq, dk), (q, k), strict=True)
+    ]  # fmt: skip
     return *out, *_pull_angles(dq, dk, q, k, cos, sin, layout, wanted[2:])
 
 
@@ -209,19 +206,33 @@ def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> tup
     return _empty_like(q), _empty_like(k)
 
 
-# -- rule ------------------------------------------------------------------------------------------
+# -- rules: of angles that have gradients, which need q and k, and of those that have none ---------
 
-_rope = custom_vjp(
-    "rope",
-    fwd={"reference": _fwd_ref, "triton": _fwd_triton},
-    bwd={"reference": _bwd_ref, "triton": _bwd_triton},
-    differentiable=("q", "k", "cos", "sin"),
-    rows=("q", "k", "cos", "sin"),
-    outputs=2,
-    fake=_fake,
-    layout=_empty_like,
-    axes="... h t [k], ... h t [k], ... t [r], ... t [r] -> ... h t [k], ... h t [k]",
-)
+_bwd: Any = {"reference": _bwd_ref, "triton": _bwd_triton}
+_shared: Any = {
+    "fwd": {"reference": _fwd_ref, "triton": _fwd_triton}, "rows": ("q", "k", "cos", "sin"),
+    "fake": _fake, "layout": _empty_like,
+    "axes": "... h t [k], ... h t [k], ... t [r], ... t [r] -> ... h t [k], ... h t [k]",
+}  # fmt: skip
+
+
+def _fixed_bwd(rule: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
+    """Of q and k it asks dtype, shape and layout alone, which their results have too."""
+
+    def fixed(
+        dq: Tensor | None, dk: Tensor | None, cos: Tensor, sin: Tensor, q1: Tensor, k1: Tensor, *,
+        layout: str, wanted: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        return rule(dq, dk, q1, k1, cos, sin, layout=layout, wanted=(*wanted, False, False))[:2]
+
+    return fixed
+
+
+_rope = custom_vjp("rope", bwd=_bwd, differentiable=("q", "k", "cos", "sin"), outputs=2, **_shared)
+_fixed = custom_vjp(
+    "rope_fixed", bwd={kind: _fixed_bwd(rule) for kind, rule in _bwd.items()},
+    differentiable=("q", "k"), outputs=("q1", "k1"), **_shared,
+)  # fmt: skip
 
 
 def check_turn(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, tables: int = 0) -> None:
@@ -246,7 +257,8 @@ def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple
     """Call the rule with as many axes in the tables as it wants."""
     ones = (1,) * (q.dim() - 1 - cos.dim())
     cos, sin = (c.reshape(*ones, *c.shape) for c in (cos, sin))
-    return _rope(q, k, cos, sin, layout=layout)
+    learned = cos.requires_grad or sin.requires_grad or transformed()
+    return (_rope if learned else _fixed)(q, k, cos, sin, layout=layout)
 
 
 def rope(

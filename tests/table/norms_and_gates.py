@@ -236,6 +236,8 @@ ROWS = [
                      "gemma-2-9b": shapes.positions("gemma-2-9b", pairs=128, **SHARED)},
                     {"lead": (1,), "t": 16, "h": 4, "hk": 2, "pairs": 16, **SHARED},
                     wanted=("q", "k"))),
+    Row("rope-fixed", liger_fn.rope, bound(rope_oracle, pairs=False), rope_arguments, ("q", "k"),
+        {"lead": (2,), "t": 2, "h": 2, "hk": 1, "pairs": 2, "tail": 1}, TABLES),
     Row("rope-interleaved-partial", bound(liger_fn.rope, layout="interleaved"),
         bound(rope_oracle, pairs=True), rope_arguments, ("q", "k", "cos", "sin"),
         {"lead": (2,), "t": 2, "h": 2, "hk": 1, "pairs": 1, "tail": 2, "own": "own"}, TABLES),
