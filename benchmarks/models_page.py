@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import dpo, model, store
-from benchmarks.networks import SHAPES
+from benchmarks.networks import MLP_CHUNK, SHAPES, TILES
 from benchmarks.store import Results
 
 Row = dict[str, Any]
@@ -18,6 +18,7 @@ COLUMNS = {
     "as it is": ("plain", "TRL"),
     "Liger-Kernel": ("Liger-Kernel", "TRL, Liger-Kernel"),
     "`adapt(model)`": ("TRL, adapted", "liger_fn"),  # dpo has both
+    f"`adapt(model, mlp_chunk={MLP_CHUNK})`": (f"liger_fn, {TILES}",),
 }
 PAGE = """# {machine}
 
@@ -79,7 +80,10 @@ def summary(results: Results) -> str:
     """Write tokens a second and peak GiB of what a user chooses between."""
     versions = results["runs"][max(results["runs"])]["versions"]
     names = [f"{name} {versions.get(name.lower(), '')}".strip() for name in COLUMNS]
-    lines = ["| tokens/s, peak GiB | " + " | ".join(names) + " |", "|---" * 4 + "|"]
+    lines = [
+        "| tokens/s, peak GiB | " + " | ".join(names) + " |",
+        "|---" * (1 + len(COLUMNS)) + "|",
+    ]
     for title, rows in ordered(results).items():
         by_name = {row["peer"]: row for row in rows}
         if "longest" not in title:
