@@ -14,6 +14,7 @@ from torch import Tensor
 
 import liger_fn
 from liger_fn import _launch
+from tests.table import losses
 from tests.tolerance import assert_pure_and_close, far_apart, results, same_bits, ulp
 
 KEPT = 6  # rows that the interpreter walks; plain torch walks MANY
@@ -135,6 +136,23 @@ def test_gradients_of_two_columns_by_hand(backend, device):
     _, (ds, dt) = results(f, (student, teacher), (torch.tensor(1.0, device=device),))
     assert ds.tolist() == pytest.approx([-0.125, 0.125])
     assert dt.tolist() == pytest.approx([3 / 32 * math.log(3), -3 / 32 * math.log(3)])
+
+
+@pytest.mark.parametrize("name", ["kl_div", "tvd"])
+def test_what_is_next_to_certain_by_hand(backend, device, name):
+    # q and p are 1 but for a column: float64 too rounds 1 + e**-61, unless told not to
+    a, b = 80.0, 61.5
+    q, p = math.exp(-a), math.exp(-b)
+    want = {"kl_div": (p * (a - b - 1), q - p, p * (a - b)), "tvd": (p - q, -q, p)}[name]
+    at = tuple(torch.tensor([z, 0.0], device=device) for z in (a, b))
+    one = torch.tensor(1.0, device=device)
+    (loss,), grads = results(PAIRS[name][0], at, (one,))
+    # e**-80 is known to 80 roundings of its exponent
+    assert [loss.item(), *(g[1].item() for g in grads)] == pytest.approx(want, rel=1e-5, abs=0)
+    oracle = {"kl_div": losses.kl_rows, "tvd": losses.tvd_rows}[name]
+    (loss,), grads = results(oracle, tuple(t.double() for t in at), (one.double(),))
+    assert [loss.item(), *(g[1].item() for g in grads)] == pytest.approx(want, rel=1e-9, abs=0)
+    assert [g[0].item() for g in grads] == pytest.approx([-w for w in want[1:]], rel=1e-9, abs=0)
 
 
 # -- as exact as plain torch -----------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_fn
-from tests.table.row import LOGITS, Bench, Draw, Function, Row, bound, first, tanh
+from tests.table.row import LOGITS, Bench, Draw, Function, Row, bound, first, log_softmax, tanh
 from tests.table.shapes import SMALL_LOGITS, elements, logits
 
 
@@ -87,19 +87,24 @@ ALL = {**HARD, "z_loss": 0.2}
 
 
 def kl_rows(q: Tensor, p: Tensor) -> Tensor:
-    q, p = q.log_softmax(-1), p.log_softmax(-1)
+    q, p = log_softmax(q), log_softmax(p)
     return (p.exp() * (p - q)).sum(-1)
 
 
 def jsd_rows(q: Tensor, p: Tensor, beta: float = 0.3) -> Tensor:
     """As TRL's GKD trainer has it."""
-    q, p = q.log_softmax(-1), p.log_softmax(-1)
+    q, p = log_softmax(q), log_softmax(p)
     m = torch.logaddexp(q + math.log(1 - beta), p + math.log(beta))
     return (beta * p.exp() * (p - m) + (1 - beta) * q.exp() * (q - m)).sum(-1)
 
 
 def tvd_rows(q: Tensor, p: Tensor) -> Tensor:
-    return 0.5 * (p.softmax(-1) - q.softmax(-1)).abs().sum(-1)
+    if q.dtype != torch.float64:
+        return 0.5 * (p.softmax(-1) - q.softmax(-1)).abs().sum(-1)
+    q, p = log_softmax(q), log_softmax(p)
+    near = (p - q).abs() < 1  # there a difference of probabilities would lose their digits
+    apart = q.exp() * torch.where(near, p - q, 0.0).expm1()
+    return 0.5 * torch.where(near, apart, p.exp() - q.exp()).abs().sum(-1)
 
 
 def divergence_oracle(

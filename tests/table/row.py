@@ -104,6 +104,18 @@ def tanh(x: Tensor) -> Tensor:
     return torch.where(x.abs() > 1, far, torch.tanh(x))
 
 
+def log_softmax(x: Tensor) -> Tensor:
+    """torch.log_softmax; in float64, as an oracle, with the digits of what is next to 0.
+
+    The logarithm of the largest entry is -log1p(sum of the others): float64 too rounds 1 + 1e-17.
+    """
+    if x.dtype != torch.float64:
+        return x.log_softmax(-1)
+    top = x.argmax(-1, keepdim=True)
+    z = (x - x.gather(-1, top)).scatter(-1, top, 0.0)
+    return z - z.exp().scatter(-1, top, 0.0).sum(-1, keepdim=True).log1p()
+
+
 def first(f: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
     return lambda *a, **k: f(*a, **k)[0]
 
