@@ -238,6 +238,19 @@ def test_student_and_teacher_may_have_two_dtypes(backend, device, name, dtypes):
         torch.testing.assert_close(g.double(), want, rtol=eps, atol=eps * want.abs().max().item())
 
 
+@pytest.mark.parametrize("v", [257, 4097])
+def test_kl_far_from_equality_is_known_to_an_ulp_or_two(backend, device, v):
+    # one column of the teacher against logits of 2 and -2: the loss is log(sum_q) + 4. What q - p
+    # add, 0, is a sum that may be off by several ulp of it
+    student = torch.where(torch.rand(64, v, device=device) < 0.5, 2.0, -2.0)
+    student[:, 0] = -2.0
+    teacher = torch.zeros_like(student)
+    teacher[:, 0] = 1e4
+    got = liger_fn.kl_div(student, teacher, reduction="none")
+    want = kl_rows(student.double(), teacher.double())
+    assert ((got - want).abs() <= 2 * ulp(want, torch.float32)).all()
+
+
 # -- equality, infinities, NaN ---------------------------------------------------------------------
 
 

@@ -16,7 +16,8 @@ pullbacks:
                                        a = beta p log(p / m)      b = (1 - beta) q log(q / m)
 
 q - p sums to 0; with it, and near p = q as p * expm1(-r), the terms of KL add up to p times about
-r**2 / 2, so that rounding is of the size of KL and not of p. There f itself is formed, not a + b:
+r**2 / 2, so that rounding is of the size of KL and not of p. A KL above 1 is the sum of a alone,
+without the rounding of that 0. Near p = q f itself is formed, not a + b:
 with h(x) = exp(x) - 1 - x from its series it is p h(-r) for KL and, as the slopes of both halves
 cancel, beta p h(log(m / p)) + (1 - beta) q h(log(m / q)) for JSD.
 
@@ -66,8 +67,10 @@ def _fwd_ref(
     gap = torch.where(near, torch.where(near, x, 0.0).log1p(), (sum_p / sum_q).log())
     stats = (top_q, sum_q, top_p, sum_p, gap)
     _, _, b, a, f = terms(student, teacher, valid, stats, kind, beta, temperature)
-    sums = (t.sum(-1, keepdim=True) for t in (b, a))
-    return f.sum(-1), torch.cat((*stats, *sums), -1)
+    b, a, f = (t.sum(-1, keepdim=True) for t in (b, a, f))
+    if kind == "kl":
+        f = torch.where(a > 1, a, f)
+    return f[..., 0], torch.cat((*stats, b, a), -1)
 
 
 def _bwd_ref(

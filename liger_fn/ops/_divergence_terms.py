@@ -111,7 +111,10 @@ def divergence_row(
         zq, zp = divergence_load(zq_ptr, zp_ptr, k + col, v, dtype, SCALE_Q, CAP_Q, SCALE_P, CAP_P)
         _, _, b, a, f = divergence_terms(zq, zp, top_q, sum_q, top_p, sum_p, gap, KIND, BETA, SCALE)
         value, b_sums, a_sums = value + f, b_sums + b, a_sums + a
-    return tl.sum(value), top_q, sum_q, top_p, sum_p, gap, tl.sum(b_sums), tl.sum(a_sums)
+    value, a_sum = tl.sum(value), tl.sum(a_sums)
+    if KIND == "kl":
+        value = tl.where(a_sum > 1.0, a_sum, value)
+    return value, top_q, sum_q, top_p, sum_p, gap, tl.sum(b_sums), a_sum
 
 
 @triton.jit
