@@ -41,8 +41,10 @@ def _bwd_ref(
     dy: Tensor, x: Tensor, top: Tensor, tau: Tensor, *, wanted: tuple[bool, ...]
 ) -> tuple[Tensor]:
     outside = wide(x) - top[..., None] <= tau[..., None]
-    dy = torch.where(outside, 0.0, dy.to(top.dtype))
-    mean = dy.sum(-1, keepdim=True) / (~outside).sum(-1, keepdim=True)
+    dy, size = torch.where(outside, 0.0, dy.to(top.dtype)), (~outside).sum(-1, keepdim=True)
+    mean = dy.sum(-1, keepdim=True) / size
+    # what rounding took: of equal numbers the mean is then theirs
+    mean = mean + torch.where(outside, 0.0, dy - mean).sum(-1, keepdim=True) / size
     mean = torch.where(tau.isnan()[..., None], torch.nan, mean)
     return (cast(torch.where(outside, 0.0, dy - mean), x.dtype),)
 
@@ -96,11 +98,17 @@ def _bwd_kernel(dy_ptr, x_ptr, top_ptr, tau_ptr, dx_ptr, n, BLOCK: tl.constexpr)
     dy_ptr, x_ptr, dx_ptr = dy_ptr + row * n, x_ptr + row * n, dx_ptr + row * n
     top, tau = tl.load(top_ptr + row), tl.load(tau_ptr + row)
     counts, sums = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), top.dtype)
+    # by deviations from the mean of the first block in S: of equal numbers the mean is then theirs
+    pivot, met = tl.full((), 0.0, top.dtype), tl.full((), 0, tl.int32)
     for k in range(0, n, BLOCK):
         dy, outside = _load(dy_ptr, x_ptr, k + col, n, top, tau)
+        if met == 0:
+            met = tl.sum((outside == 0).to(tl.int32))
+            pivot = tl.sum(dy) / tl.maximum(met, 1)
         counts += (outside == 0).to(tl.int32)
-        sums += dy
-    mean = tl.where(tau == tau, quotient(tl.sum(sums), tl.sum(counts)), tau)  # NaN in, NaN out
+        sums += tl.where(outside, 0.0, dy - pivot)
+    mean = pivot + quotient(tl.sum(sums), tl.sum(counts))
+    mean = tl.where(tau == tau, mean, tau)  # NaN in, NaN out
     for k in range(0, n, BLOCK):
         dy, outside = _load(dy_ptr, x_ptr, k + col, n, top, tau)
         tl.store(dx_ptr + k + col, tl.where(outside, 0.0, dy - mean), k + col < n)
