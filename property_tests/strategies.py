@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
@@ -128,7 +129,9 @@ def arguments(
     draw: Draw, row: Row, dtype: torch.dtype = torch.float64, scales: SearchStrategy[float] = ONE
 ) -> dict[str, Tensor]:
     """The arguments of a row, in its order, of one dtype but for targets."""
-    return {
+    made = {
         name: laid_out(draw, t.to(DEVICE, dtype if t.is_floating_point() else None))
         for name, t in draw(values(row, scales)).items()
     }
+    assume(row.kink is None or not row.kink(*made.values()))
+    return made

@@ -266,6 +266,28 @@ def test_equal_logits_cost_exactly_nothing(backend, device, name, dtype):
     assert not any(g.any() for g in grads)
 
 
+@each_dtype
+def test_at_a_tie_the_gradient_of_tvd_is_that_of_one_side_or_between(backend, device, dtype):
+    # a permutation: p = q in four columns, though no rounding says so
+    student = torch.tensor([-2.0, 0.0, -1.0, 1.0, -1.0, -1.0, -1.0], device=device)
+    teacher = torch.tensor([-2.0, 1.0, -1.0, -1.0, -1.0, -1.0, 0.0], device=device)
+    f, oracle = rows_of("tvd", 1.5)
+    one = torch.tensor(1.0, device=device)
+    (loss,), (ds, dt) = results(f, (student.to(dtype), teacher.to(dtype)), (one,))
+    q, p = ((t.double() / 1.5).softmax(-1) for t in (student, teacher))
+    torch.testing.assert_close(loss.double(), oracle(student.double(), teacher.double()))
+    sides = []
+    for side in (-1.0, 0.0, 1.0):
+        s = torch.where(student == teacher, side, (p - q).sign())
+        sides.append(torch.stack((q * ((q * s).sum() - s), p * (s - (p * s).sum()))) / 3)
+    off = [(torch.stack((ds, dt)).double() - side).abs().max() for side in sides]
+    assert min(off) <= torch.finfo(dtype).eps
+    assert losses.tie(student, teacher)  # so that laws draw other points
+    assert not losses.tie(student + teacher.sin(), teacher)
+    # next to certain all digits are known
+    assert not losses.tie(*(torch.tensor([z, 0.0], device=device) for z in (80.0, 61.5)))
+
+
 @pytest.mark.parametrize("block", [4, 8192])
 @every
 def test_shared_masked_columns_add_nothing(backend, device, monkeypatch, name, block):

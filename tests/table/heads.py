@@ -20,6 +20,7 @@ from tests.table.losses import (
     plain_ce,
     plain_divergence,
     plain_z_loss,
+    tie,
     tvd_rows,
     wide,
 )
@@ -248,5 +249,6 @@ ROWS = [
     Row("fused_linear_tvd", bound(distilled, of=liger_fn.fused_linear_tvd, temperature=1.5),
         bound(distilled_oracle, rows=tvd_rows, temperature=1.5), two_heads, ("w", "x", "u"),
         PAIR_SIZES, HEAD, ("y", "u"), composed=True,
+        kink=lambda w, x, v, z, *_, **__: tie(x @ w.mT, z @ v.mT),
         bench=distillation(liger_fn.fused_linear_tvd, tvd_rows, temperature=1.5)),
 ]  # fmt: skip

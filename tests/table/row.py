@@ -68,6 +68,7 @@ class Row:
     flops: float = 1.0  # of plain torch's: more where logits are formed again
     ops: bool = True  # whether kernels run, as registered ops; else it is algebra in plain torch
     composed: bool = False  # every kernel it launches is launched by another row too
+    kink: Function | None = None  # whether rounding decides a derivative: laws draw elsewhere
     block: int | None = None  # longest block of a kernel, to make short rows long ones
     bench: Bench | None = None
 
