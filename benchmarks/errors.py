@@ -5,7 +5,8 @@
 For each row of tests/table, in float32, bfloat16 and float16, where it comes closest to what is
 allowed, 2 x plain torch's error + 1 ulp, at magnitudes from 1e-4 to 1e4: the largest error of any
 output and of any gradient in ulps of the largest entry, the same of plain torch, and the share.
-Lines above 100 % are listed again below, each with its reason.
+A line above 100 % is measured again at more points, ours and plain torch's; one that stays there is
+listed again below, with its reason.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ if _launch._INTERPRET:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALES = (1e-4, 1.0, 1e4)
 SEEDS = range(16)  # of 4 points plain torch was lucky at all of them in 1 line of 50
+# for a line above 100 %: at logits of 1e4 gradients are exactly 0 but in 1 row of 100, near a tie
+MORE_SEEDS = range(128)
 # by the row of the table; the docstring of the function says it at length
 KNOWN = {
-    "fused_linear_kl-topk": "an ulp of teacher_logp_topk moves the exact gradient by more",
+    "fused_linear_kl-topk": "an ulp of teacher_logp_topk is worth more than the exact gradient",
     "jsd": "the exact gradient vanishes: only rounding is left, in plain torch too",
 }
 LARGER = {"lead": (8,), "n": 257, "v": 257, "d": 64}
@@ -88,18 +91,20 @@ def flat(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
 
 
-def line(row: Row, name: str, backend: str) -> tuple[str, float]:
+def line(row: Row, name: str, backend: str, seeds: range = SEEDS) -> tuple[str, float]:
     """The worst over magnitudes of one function in one dtype, and how much of what is allowed."""
     cells, most = [row.id, name, backend], 0.0
     found = []
     for scale in SCALES:  # at one point an error may be small by luck: the worst of several
-        points = [measured(row, DTYPES[name], scale, backend, seed) for seed in SEEDS]
+        points = [measured(row, DTYPES[name], scale, backend, seed) for seed in seeds]
         found += [tuple(map(max, *of_one)) for of_one in zip(*points, strict=True)]
     for kind in (0, 1):
         each = [(o / (2 * p + u), o / u, p / u) for k, o, p, u in found if k == kind]
         share, ours, plain = max(each)
         most = max(most, share)
         cells += [f"{ours:.2f}", f"{plain:.2f}", f"{100 * share:.0f} %"]
+    if most > 1 and seeds == SEEDS:
+        return line(row, name, backend, MORE_SEEDS)
     return "| " + " | ".join(cells) + " |", most
 
 
