@@ -88,15 +88,6 @@ def _packed_bwd_ref(
 
 
 @triton.jit
-def _gelu_share(g):
-    """s of gelu_tanh, and s * (1 - s), where 1 - s would cancel."""
-    u2 = 1.5957691216057308 * (g + 0.044715 * g * g * g)
-    e = tl.exp(-tl.abs(u2))
-    r = 1.0 / (1.0 + e)
-    return tl.where(u2 < 0.0, e * r, r), e * r * r
-
-
-@triton.jit
 def _act(g, ACT: tl.constexpr):
     if ACT == "silu":
         y = g * tl.sigmoid(g)
@@ -105,25 +96,30 @@ def _act(g, ACT: tl.constexpr):
     elif ACT == "gelu_none":
         y = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
     else:
-        s, _ = _gelu_share(g)
-        y = g * s
+        y = g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
     return y
 
 
 @triton.jit
 def _act_slope(g, ACT: tl.constexpr):
+    """act(g), for the gradient of up, and its slope."""
+    y = _act(g, ACT)
     if ACT == "silu":
         s = tl.sigmoid(g)
-        y = s * (1.0 + g * (1.0 - s))
+        slope = s * (1.0 + g * (1.0 - s))
     elif ACT == "relu2":
-        y = tl.where(g < 0.0, 0.0, 2.0 * g)
+        slope = tl.where(g < 0.0, 0.0, 2.0 * g)
     elif ACT == "gelu_none":
         cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
-        y = cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
-    else:
-        s, bend = _gelu_share(g)  # backward forms it once for both gradients
-        y = s + tl.where(bend == 0.0, 0.0, bend * g * 1.5957691216057308 * (1.0 + 0.134145 * g * g))
-    return y
+        slope = cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
+    else:  # both from one exponential
+        u2 = 1.5957691216057308 * (g + 0.044715 * g * g * g)
+        e = tl.exp(-tl.abs(u2))
+        r = 1.0 / (1.0 + e)
+        s, bend = tl.where(u2 < 0.0, e * r, r), e * r * r  # s * (1 - s) would cancel
+        rest = bend * g * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+        y, slope = g * s, s + tl.where(bend == 0.0, 0.0, rest)
+    return y, slope
 
 
 @triton.jit
@@ -159,13 +155,14 @@ def _bwd_kernel(
     mask = col < n - first
     dy = up(tl.load(dy_ptr + row * n + first + col, mask, other=0.0))
     g = up(tl.load(gate_ptr + row * gate_stride + first + col, mask, other=0.0))
+    y, slope = _act_slope(g, ACT)  # what is not stored is not computed
     if dgate_ptr is not None:
-        d = dy * _act_slope(g, ACT)
+        d = dy * slope
         if up_ptr is not None:
             d *= up(tl.load(up_ptr + row * up_stride + first + col, mask, other=0.0))
         tl.store(dgate_ptr + row * d_stride + first + col, d, mask)
     if dup_ptr is not None:
-        tl.store(dup_ptr + row * d_stride + first + col, dy * _act(g, ACT), mask)
+        tl.store(dup_ptr + row * d_stride + first + col, dy * y, mask)
 
 
 def _tiling(m: int, n: int, *strides: int) -> tuple[int, int, int, dict[str, int]]:
