@@ -23,7 +23,7 @@ WORLD = 2
 CASES = [
     (name, how)
     for name in ("llama", "gemma2", "granite")
-    for how in ("head", "root", "ddp", "adapted-late")
+    for how in ("head", "root", "ddp", "adapted-late", "tiles")
     if (name, how) != ("gemma2", "head")  # tied to the embedding: torch has both in one group
 ]
 
@@ -48,7 +48,8 @@ def whole(t: Tensor | None) -> Tensor:
 def shard(model: Any, how: str) -> Any:
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(adapt(model))
-    model = model if how == "adapted-late" else adapt(model)
+    if how != "adapted-late":
+        adapt(model, mlp_chunk=4 if how == "tiles" else None)
     for layer in model.model.layers:
         fully_shard(layer)
     if how == "head":
