@@ -5,6 +5,7 @@ of its own. Prints tokens a second, peak memory and where the time of a step goe
 `python -m benchmarks report` then writes a page.
 
     --longest    instead, how long a context fits, and each variant at its own
+    --profile    also what the time of a step goes to
     --ranks N    FSDP2 of each layer and the rest over N processes, which share the batch: sums of
                  gradients in float32; NCCL where there is a GPU for each, gloo on a CPU
 """
@@ -12,14 +13,19 @@ of its own. Prints tokens a second, peak memory and where the time of a step goe
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from benchmarks import kinds
 from benchmarks.fresh import Found, fresh, inside, keeper, options, place
 from benchmarks.networks import (
     SHAPES,
@@ -37,7 +43,6 @@ ALONE = (
     "liger_fn, bf16 sums", f"liger_fn, {TILES}",
 )  # fmt: skip
 SHARDED = ("plain", "Liger-Kernel", "liger_fn", f"liger_fn, {VOCAB_PARALLEL}")
-PARTS = ("forward", "backward", "optimizer")
 WARM = 256  # tokens of the first step where its time does not matter
 FULL = 0.96  # of a GPU, where its allocator runs out
 HEAD = (
@@ -48,7 +53,7 @@ HEAD = (
 
 def train(
     shape: str, variant: str, rows: int, context: int, steps: int, warm: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, profiled: bool = False,
 ) -> Found:  # fmt: skip
     """One step to warm up, of `warm` tokens a row, then `steps` that count."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -56,34 +61,51 @@ def train(
     model = build(shape, variant, device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     generator, times, peaks, losses = torch.Generator().manual_seed(1), [], [], []
-    norm = 0.0
+    norms: list[float] = []
+
+    def after(part: str) -> None:
+        marks.append(mark(device))
+        held.append(peak(device.type) / 1024)
+        if part == "backward" and not norms:
+            norms.append(norm_of_gradient(model))
+        start_of_peak(device.type)
+
     for step in range(steps + 1):
         size = (rows, context if step else warm or context)
         ids = torch.randint(model.config.vocab_size, size, generator=generator)
         ids = ids.tensor_split(world)[rank].to(device)
+        start_of_peak(device.type)
         marks, held = [mark(device)], []
-        for part in PARTS:
-            start_of_peak(device.type)
-            if part == "forward":
-                loss = loss_of(model, ids, variant)
-            elif part == "backward":
-                loss.backward()
-            else:
-                norm = norm if step else norm_of_gradient(model)
-                optimizer.step()
-                optimizer.zero_grad()
-            marks.append(mark(device))
-            held.append(peak(device.type) / 1024)
-        losses.append(over_ranks(loss.detach(), device) / world)
+        loss = one_step(model, optimizer, ids, variant, after)
+        losses.append(over_ranks(loss, device) / world)
         times.append([b - a for a, b in itertools.pairwise(marks)])
         peaks.append([over_ranks(gib, device, dist.ReduceOp.MAX) for gib in held])
     seconds = [statistics.median(part) for part in zip(*times[1:], strict=True)]
     most = [max(part) for part in zip(*peaks[1:], strict=True)]
-    return {
+    found = {
         "variant": variant, "context": context, "tokens/s": rows * context / sum(seconds),
-        "peak GiB": max(most), "seconds": seconds, "GiB": most, "losses": losses, "norm": norm,
+        "peak GiB": max(most), "seconds": seconds, "GiB": most, "losses": losses, "norm": norms[0],
         "GPU GiB": torch.cuda.mem_get_info()[1] / 2**30 if device.type == "cuda" else 0.0,
     }  # fmt: skip
+    if profiled:
+        again = functools.partial(one_step, model, optimizer, ids, variant)
+        found["kinds"] = kinds.of_step(again, device)
+    return found
+
+
+def one_step(
+    model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, variant: str,
+    after: Callable[[str], None] = lambda _: None,
+) -> Tensor:  # fmt: skip
+    """Train on ids; tell `after` of each part."""
+    loss = loss_of(model, ids, variant)
+    after("forward")
+    loss.backward()
+    after("backward")
+    optimizer.step()
+    optimizer.zero_grad()
+    after("optimizer")
+    return loss.detach()
 
 
 def mark(device: torch.device) -> float:
@@ -100,7 +122,8 @@ def one_of_ranks(args: argparse.Namespace) -> Found | None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if gpu else "gloo")
     warm, dtype = (WARM if args.longest else None), getattr(torch, args.dtype)
-    found = train(args.shape, args.variant[0], args.batch, args.context, args.steps, warm, dtype)
+    size = args.batch, args.context, args.steps
+    found = train(args.shape, args.variant[0], *size, warm, dtype, args.profile)
     if world > 1:
         first = dist.get_rank() == 0
         dist.destroy_process_group()
@@ -111,7 +134,7 @@ def one_of_ranks(args: argparse.Namespace) -> Found | None:
 def command(args: argparse.Namespace, context: int, steps: int) -> list[str]:
     made = ["model", "--shape", args.shape, "--batch", str(args.batch), "--steps", str(steps)]
     made += ["--context", str(context), "--dtype", args.dtype]
-    return [*made, "--longest"] if args.longest else made
+    return made + ["--longest"] * args.longest + ["--profile"] * args.profile
 
 
 def longest(args: argparse.Namespace, variant: str) -> Found:
@@ -169,6 +192,7 @@ def asked(argv: list[str]) -> argparse.Namespace:
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add("--ranks", type=int, default=1)
     add("--longest", action="store_true")
+    add("--profile", action="store_true", help="one more step, and what its time went to")
     add("--most", type=int, default=2**18, help="the longest context to try")
     args = parser.parse_args(argv)
     tiny = args.shape.startswith("tiny")
@@ -205,4 +229,5 @@ def main(argv: list[str]) -> list[Found]:
             rows.append(fresh(one, variant, args.ranks, args.limit))
         keep(rows[-1])
         print(line(rows[-1]), flush=True)
+    print(kinds.table(rows), end="")
     return rows

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import dpo, model, store
+from benchmarks import dpo, kinds, model, store
 from benchmarks.networks import MLP_CHUNK, SHAPES, TILES
 from benchmarks.store import Results
 
@@ -65,6 +65,7 @@ def markdown(results: Results, name: str) -> str:
         text += f"\n## {'DPO: ' * (kind is dpo)}{title}\n\n{head} steps | run |\n{rule}---|---|\n"
         for row in rows:
             text += f"{kind.line(row)} {row['steps']} | {1 + runs.index(row['run'])} |\n"
+        text += kinds.table(rows)
     return text
 
 

@@ -20,6 +20,7 @@ from benchmarks import (
     distributed,
     dpo,
     fresh,
+    kinds,
     model,
     models_page,
     networks,
@@ -265,6 +266,35 @@ def test_a_whole_model_is_trained_in_each_variant(shape):
             torch.testing.assert_close(got, want, rtol=2e-3, atol=0)
         assert ours["peak GiB"] == max(ours["GiB"]) > 0
     assert re.match(r"\| liger_fn \| 32 \| \d+ \| [\d.]+ \| ", model.line(others[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "products"),
+        ("aten::addmm", "products"),
+        ("ncclDevKernel_AllGather_RING_LL", "collectives"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("_rope_kernel", "fused functions"),
+        ("triton_poi_fused_add_0", "fused functions"),
+        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", "the rest of torch"),
+        ("aten::_fused_adamw_", "optimizer"),
+    ],
+)
+def test_kernels_are_known_by_their_names(name, wanted):
+    assert kinds.kind(name) == wanted
+
+
+def test_the_time_of_a_step_is_divided_by_kind():
+    w, x = torch.randn(512, 512), torch.randn(512, 512)
+    found = kinds.of_step(lambda: (w @ x).relu_(), torch.device("cpu"))
+    assert found["products"] > found["the rest of torch"] > found["attention"] == 0
+    rows = [{"variant": "a", "kinds": dict.fromkeys(kinds.KINDS, 0.0015)}, {"variant": "b"}]
+    assert kinds.table(rows).splitlines()[-1] == "| a" + " | 2" * len(kinds.KINDS) + " |"
+    assert kinds.table(rows[1:]) == ""
 
 
 def test_shapes_of_real_models_have_their_number_of_parameters():
