@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from liger_fn._launch import Backend, Maybe, Rule, backend_for
+from liger_fn._vjp.functions import donate as donate
 from liger_fn._vjp.functions import make_functions
 from liger_fn._vjp.levels import derivative as derivative
 from liger_fn._vjp.levels import plain as plain
@@ -60,7 +61,8 @@ def custom_vjp(
     Every output and residual is a fresh tensor. A cotangent that arrives as None is zero. `wanted`
     is a tuple of bools, one per differentiable argument: where it is False the rule returns None
     and should do no work. A forward rule that names `wanted` among its options is told as well;
-    what its residuals then leave out, bwd must recompute when it is wanted after all.
+    what its residuals then leave out, bwd must recompute when it is wanted after all. Where the
+    pullback rule of the kernels names `donated`, True lets it write over its first cotangent.
 
     What bwd does not name among its tensors is not kept for it, and what `outputs` names may stand
     behind them: a softmax keeps its result, not its argument. A bwd that does without some argument

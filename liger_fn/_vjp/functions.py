@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 
 from liger_fn._launch import Maybe, Rule
 from liger_fn._vjp.batching import joined
-from liger_fn._vjp.levels import legacy_vmap, plain
+from liger_fn._vjp.levels import legacy_vmap, plain, transformed
 from liger_fn._vjp.op import Op
 
 
@@ -24,6 +25,19 @@ def make_functions(op: Op) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
     gradients are wanted, the options), then the tensors.
     """
     return _forward_functions(op, _pullback_function(op))
+
+
+def donate(y: Tensor) -> None:
+    """Let the pullback of y, the result of an op, write over the cotangent of y.
+
+    For a y that stays inside one function, and whose one use makes a cotangent that nobody else
+    sees: a product. It is written over in plain backward passes alone, by kernels whose rule names
+    `donated`.
+    """
+    if torch.compiler.is_compiling() or transformed():
+        return
+    if isinstance(y.grad_fn, BackwardCFunction):  # the context of backward
+        y.grad_fn.donated = True
 
 
 def _one_more_axis(
@@ -80,10 +94,12 @@ def _pullback_function(op: Op) -> Callable[..., tuple[Tensor, ...]]:
     return Pullback.apply
 
 
-def _pull_back(op: Op, pullback: Callable) -> Callable[[tuple, tuple, tuple], Sequence[Tensor]]:
+def _pull_back(op: Op, pullback: Callable) -> Callable[..., Sequence[Tensor]]:
     """The pullback as backward calls it, outside of torch.compile."""
 
-    def pull_back(static: tuple, ct: tuple, saved: tuple) -> Sequence[Tensor]:
+    def pull_back(
+        static: tuple, ct: tuple, saved: tuple, donated: bool = False
+    ) -> Sequence[Tensor]:
         batched = any(d is not None and is_legacy_batchedtensor(d) for d in ct)
         if batched:
             out = legacy_vmap(lambda *d: pull_back(static, d, saved), ct)
@@ -93,7 +109,7 @@ def _pull_back(op: Op, pullback: Callable) -> Callable[[tuple, tuple, tuple], Se
             return op.reference_pullback(*static)(*ct, *saved[: op.given - op.outputs])
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return pullback(static, *ct, *saved)
-        return op.run_bwd(static, (*ct, *saved))
+        return op.run_bwd(static, (*ct, *saved), donated)
 
     return pull_back
 
@@ -165,7 +181,7 @@ def _backward(op: Op, pullback: Callable) -> Callable[..., tuple[Maybe, ...]]:
         if torch.compiler.is_compiling():  # Dynamo does not trace a nested apply
             grads = traced_bwd(static, (*ct, *ctx.saved_tensors))
         else:
-            grads = pull_back(static, ct, ctx.saved_tensors)
+            grads = pull_back(static, ct, ctx.saved_tensors, getattr(ctx, "donated", False))
         asked = [i for i, w in zip(slots, wanted, strict=True) if w]
         for i, g in zip(asked, grads, strict=True):
             shared = groups and not mapped[i]

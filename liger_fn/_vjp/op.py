@@ -73,6 +73,7 @@ class Op:
         self.args = [self.names.index(t) for t in taken if t in self.names]
         outs = [names.index(t) for t in taken if t in names]
         self.residuals = len(taken) - len(self.args) - len(outs)
+        self.reuses = "donated" in inspect.signature(self.bwd["triton"]).parameters
         self.results = [*outs, *range(self.outputs, self.outputs + self.residuals)]
         self.given = self.outputs + len(self.args) + len(outs)
         free = (
@@ -188,21 +189,22 @@ class Op:
         return loop(rule, groups, mapped, tensors)
 
     def _run(
-        self, visible: Any, make_rule: Callable, static: tuple, a: Sequence[Maybe]
+        self, visible: Any, make_rule: Callable, static: tuple, a: Sequence[Maybe], **told: bool
     ) -> Sequence[Tensor]:
         backend, groups, mapped, wanted, values = static
         options = dict(zip(self.options, values, strict=True))
         seen = self._visible(backend, a)
         if not groups and not seen:
-            return make_rule(backend, wanted, options)(*a)
+            return make_rule(backend, wanted, options | told)(*a)
         options.update(backend=backend, groups=groups, mapped=mapped, wanted=wanted)
         return visible(*a, **options) if seen else self._call(make_rule, a, **options)
 
     def run_fwd(self, static: tuple, a: Sequence[Maybe]) -> Sequence[Tensor]:
         return self._run(self.fwd_op, self._fwd_rule, static, a)
 
-    def run_bwd(self, static: tuple, a: Sequence[Maybe]) -> Sequence[Tensor]:
-        return self._run(self.bwd_op, self._bwd_rule, static, a)
+    def run_bwd(self, static: tuple, a: Sequence[Maybe], donated: bool = False) -> Sequence[Tensor]:
+        told = {"donated": True} if donated and self.reuses and static[0] == "triton" else {}
+        return self._run(self.bwd_op, self._bwd_rule, static, a, **told)
 
     def _visible(self, backend: Backend, tensors: Sequence[Maybe]) -> bool:
         """Whether to go through the dispatcher: whoever traces or counts must see an op."""

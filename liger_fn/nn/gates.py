@@ -13,10 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from liger_fn._check import check_choice
+from liger_fn._vjp import donate
 from liger_fn.nn.tiles import tiled
 from liger_fn.ops._chunked import check_chunk
 from liger_fn.ops.geglu import geglu
 from liger_fn.ops.swiglu import swiglu
+
+
+def projected(down: nn.Module, h: Tensor) -> Tensor:
+    """down(h), for an h that is used nowhere else.
+
+    A plain Linear makes a cotangent of h that nobody else sees: that of the gate is written over
+    it, and backward holds four tensors as large as h at a time, not five.
+    """
+    hooks = (
+        down._forward_pre_hooks, down._forward_hooks, down._backward_pre_hooks,
+        down._backward_hooks, nn.modules.module._has_any_global_hook(),
+    )  # fmt: skip
+    plain = type(down) is nn.Linear and type(down.weight) is nn.Parameter
+    if plain and "forward" not in vars(down) and not any(hooks):
+        donate(h)
+    return down(h)
 
 
 class SwiGLUMLP(nn.Module):
@@ -66,7 +83,7 @@ class SwiGLUMLP(nn.Module):
         return tiled(self._tile, x, self.chunk)
 
     def _tile(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return projected(self.down_proj, swiglu(self.gate_proj(x), self.up_proj(x)))
 
     def extra_repr(self) -> str:
         """Name the option that was given."""
@@ -104,7 +121,7 @@ class GEGLUMLP(SwiGLUMLP):
 
     def _tile(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(geglu(gate, up, approximate=self.approximate))
+        return projected(self.down_proj, geglu(gate, up, approximate=self.approximate))
 
     def extra_repr(self) -> str:
         """Name the options."""

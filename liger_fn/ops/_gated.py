@@ -196,9 +196,11 @@ def _launch_bwd(
 
 
 def _bwd_triton(
-    dy: Tensor, gate: Tensor, up: Tensor | None, *, act: str, wanted: tuple[bool, ...]
-) -> tuple[Tensor | None, Tensor | None]:
-    dgate = fresh(gate) if wanted[0] else None
+    dy: Tensor, gate: Tensor, up: Tensor | None, *, act: str, wanted: tuple[bool, ...],
+    donated: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    own = donated and dy.dtype == gate.dtype and dy.is_contiguous()
+    dgate = (dy if own else fresh(gate)) if wanted[0] else None
     dup = fresh(up) if up is not None and wanted[1] else None
     _launch_bwd(dy, gate, up, dgate, dup, gate.shape[-1], act)
     return dgate, dup

@@ -21,6 +21,7 @@ from liger_fn.nn.adapters.fingerprint import (
     Rope,
     Spec,
 )
+from liger_fn.nn.gates import projected
 from liger_fn.nn.tiles import tiled
 
 
@@ -59,7 +60,7 @@ def _glu(spec: Glu, chunk: int | None) -> Callable[..., Tensor]:
     act = ACTS[spec.act][len(inward) == 1]
 
     def tile(self: Any, x: Tensor) -> Tensor:
-        return getattr(self, down)(act(*[getattr(self, name)(x) for name in inward]))
+        return projected(getattr(self, down), act(*[getattr(self, name)(x) for name in inward]))
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return tiled(functools.partial(tile, self), x, chunk)
