@@ -199,7 +199,7 @@ def test_x_may_be_its_own_residual(backend, device):
 @pytest.mark.parametrize(
     "shape",
     [(1,), (7,), (3, 1), (2, 3, 4), (33, 5), (4, 127), (4, 128), (4, 129), (2, 8193), (2, 65537),
-     (1, 131072)],
+     pytest.param((1, 131072), marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_any_shape(backend, device, shape):
     args = arguments(*shape, device=device, dtype=torch.float64)

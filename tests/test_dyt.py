@@ -150,7 +150,7 @@ def test_the_gradient_of_alpha_is_shaped_like_it(backend, device, shape):
 @pytest.mark.parametrize(
     "shape",
     [(1,), (7,), (3, 1), (2, 3, 4), (33, 5), (4, 127), (4, 128), (4, 129), (2, 1025), (2, 65537),
-     (1, 131072)],
+     pytest.param((1, 131072), marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_any_shape(backend, device, shape):
     assert_pure_and_close(dyt, plain, *arguments(*shape, device=device, dtype=torch.float64))

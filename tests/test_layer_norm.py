@@ -159,7 +159,7 @@ def test_rows_of_any_length(backend, device, n):
     hold_shape(x, drawn(n, device=device), drawn(n, device=device))
 
 
-@pytest.mark.parametrize("n", [65537, 131072])
+@pytest.mark.parametrize("n", [65537, pytest.param(131072, marks=pytest.mark.slow)])
 def test_long_rows(backend, device, n):
     hold(3 + drawn(2, n, device=device), drawn(n, device=device), drawn(n, device=device))
 
