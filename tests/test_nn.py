@@ -127,6 +127,33 @@ def test_a_gated_layer_in_tiles_holds_the_activations_of_one(plain, device, tmp_
     assert tiles < between, f"{tiles} bytes, {tiles / between:.2f} of one such tensor"
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tiles_are_formed_again_by_the_parameters_of_their_forward_pass(device, frozen):
+    mlp = nn.SwiGLUMLP(D, 6, device=device, dtype=torch.float64).requires_grad_(not frozen)
+    x = torch.randn(5, D, device=device, dtype=torch.float64, requires_grad=True)
+    given = {n: torch.randn_like(p, requires_grad=True) for n, p in mlp.named_parameters()}
+
+    def call():  # backward comes when the parameters of the module are back
+        y = torch.func.functional_call(mlp, given, (x,))
+        return torch.autograd.grad(y.square().sum(), [x, *given.values()])
+
+    want = call()
+    mlp.chunk = 2
+    for got, whole in zip(call(), want, strict=True):
+        torch.testing.assert_close(got, whole)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_parameter_modified_before_backward_is_an_error(device, chunk):
+    mlp = nn.SwiGLUMLP(D, 6, chunk=chunk, device=device)
+    y = mlp(torch.randn(5, D, device=device)).sum()
+    with torch.no_grad():
+        mlp.down_proj.weight.mul_(2)
+    name = "SwiGLUMLP: a parameter was " if chunk else ""
+    with pytest.raises(RuntimeError, match=f"{name}modified"):
+        y.backward()
+
+
 @pytest.mark.parametrize("kind", [nn.SwiGLUMLP, nn.GEGLUMLP])
 def test_a_chunk_that_is_none_is_refused(kind):
     with pytest.raises(

@@ -51,6 +51,7 @@ class SwiGLUMLP(nn.Module):
 
     Raises:
         ValueError: chunk is no integer above 0.
+        RuntimeError: in backward of tiles, a parameter was modified in place since forward.
 
     Example:
         >>> SwiGLUMLP(4, 8)(torch.ones(2, 4)).shape
@@ -80,7 +81,7 @@ class SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., hidden_size) to the same shape."""
-        return tiled(self._tile, x, self.chunk)
+        return tiled(self._tile, x, self.chunk, self)
 
     def _tile(self, x: Tensor) -> Tensor:
         return projected(self.down_proj, swiglu(self.gate_proj(x), self.up_proj(x)))

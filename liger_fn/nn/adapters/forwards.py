@@ -63,7 +63,7 @@ def _glu(spec: Glu, chunk: int | None) -> Callable[..., Tensor]:
         return projected(getattr(self, down), act(*[getattr(self, name)(x) for name in inward]))
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return tiled(functools.partial(tile, self), x, chunk)
+        return tiled(functools.partial(tile, self), x, chunk, self)
 
     return forward
 
