@@ -154,6 +154,16 @@ def test_a_parameter_modified_before_backward_is_an_error(device, chunk):
         y.backward()
 
 
+@pytest.mark.parametrize("how", ["none", "tanh"])
+def test_a_layer_in_tiles_compiles_for_sizes_that_vary(plain, device, how):
+    mlp = nn.GEGLUMLP(D, 6, approximate=how, chunk=4, device=device)
+    x = torch.randn(2, 5, D, device=device)
+    want = gradients(mlp, x)
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=True)
+    for got, eager in zip(gradients(compiled, x), want, strict=True):
+        torch.testing.assert_close(got, eager)
+
+
 @pytest.mark.parametrize("kind", [nn.SwiGLUMLP, nn.GEGLUMLP])
 def test_a_chunk_that_is_none_is_refused(kind):
     with pytest.raises(

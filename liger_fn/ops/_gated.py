@@ -25,9 +25,6 @@ from liger_fn._launch import fresh, launch, row_tile, rows_of, tl, triton
 from liger_fn._math import rounded, up, wide
 from liger_fn._vjp import custom_vjp
 
-_A = 0.044715
-_C = math.sqrt(2 / math.pi)
-
 # -- reference -------------------------------------------------------------------------------------
 
 
@@ -40,19 +37,21 @@ def _value(g: Tensor, act: str) -> Tensor:
 
 
 def _slope(g: Tensor, act: str) -> Tensor:
+    # not global: in a checkpoint compiled with dynamic=True a global float fails within Dynamo
+    a, c = 0.044715, 0.7978845608028654  # sqrt(2 / pi)
     if act == "relu2":
         return 2 * F.relu(g)
     if act == "gelu_none":
-        normal = torch.exp(-0.5 * g * g) * (_C / 2)
+        normal = torch.exp(-0.5 * g * g) * (c / 2)
         return 0.5 * (1 + torch.erf(g * math.sqrt(0.5))) + g * normal
     if act == "silu":
         s = torch.sigmoid(g)
         return s * (1 + g * (1 - s))
-    u2 = 2 * _C * (g + _A * g**3)
+    u2 = 2 * c * (g + a * g**3)
     s = torch.sigmoid(u2)
     bend = s * torch.sigmoid(-u2)  # 1 - s would cancel, and u' is large there
     # 0 where s is 0 or 1, also where g**2 overflows
-    return s + torch.where(bend == 0, 0.0, bend * g * (2 * _C) * (1 + 3 * _A * g * g))
+    return s + torch.where(bend == 0, 0.0, bend * g * (2 * c) * (1 + 3 * a * g * g))
 
 
 def _fwd_ref(gate: Tensor, up: Tensor | None, *, act: str) -> tuple[Tensor]:
