@@ -132,13 +132,15 @@ def draw(results: Results, file: Path) -> None:
 
 
 def report(file: Path) -> list[Path]:
-    """Write page and plot of a machine beside its results, and of those kept here the table."""
+    """Write page and plot of a machine beside its results; README.md has the table of one of them.
+
+    That is the one whose plot it shows.
+    """
     results, page, plot = store.load(file), file.with_suffix(".md"), file.with_suffix(".png")
     page.write_text(markdown(results, file.stem))
     draw(results, plot)
-    if file.parent == store.HERE:
+    text = README.read_text()
+    if file.resolve().parent == store.HERE and f"/{plot.name})" in text:
         table = summary(results)
-        README.write_text(
-            re.sub(r"(?s)<!-- models -->.*<!-- end -->", lambda _: table, README.read_text())
-        )
+        README.write_text(re.sub(r"(?s)<!-- models -->.*<!-- end -->", lambda _: table, text))
     return [page, plot]

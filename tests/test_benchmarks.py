@@ -200,7 +200,22 @@ def test_committed_pages_of_models_are_those_of_the_committed_results() -> None:
     for file in files:
         page = file.with_suffix(".md").read_text()
         assert page == models_page.markdown(store.load(file), file.stem)
-    assert models_page.summary(store.load(files[-1])) in models_page.README.read_text()
+    text = models_page.README.read_text()
+    (shown,) = (file for file in files if f"/{file.stem}.png)" in text)
+    assert models_page.summary(store.load(shown)) in text
+
+
+@pytest.mark.parametrize("other", ["a-machine-models", "x86-64-models"])
+def test_only_the_machine_that_readme_shows_writes_its_table(tmp_path, monkeypatch, other):
+    (shown, *_) = store.kept(store.HERE, models=True)
+    found, text = store.load(shown), models_page.README.read_text()
+    monkeypatch.setattr(store, "HERE", tmp_path)
+    monkeypatch.setattr(models_page, "README", tmp_path / "README.md")
+    models_page.README.write_text(text)
+    store.save(found, tmp_path / shown.name)
+    store.save({**found, "rows": found["rows"][:1]}, tmp_path / f"{other}.json")
+    report(["--out", str(tmp_path)])
+    assert models_page.README.read_text() == text
 
 
 @pytest.mark.parametrize(("models", "drawn"), [(False, 2), (True, 1)], ids=["functions", "models"])
