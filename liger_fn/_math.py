@@ -88,7 +88,7 @@ def tanh_slope(x):
 
 @triton.jit
 def tanh_slope_of_half(x):
-    """tanh(x) and its derivative for what is 16 bits wide, before and after: good to 2**-17."""
+    """tanh(x) and its derivative, for results that are 16 bits wide: good to 2**-17."""
     e = tl.exp(-2.0 * tl.abs(x))
     r = tl.rsqrt(1.0 + e)
     s = r * r  # 1 / (1 + e) in two instructions

@@ -91,6 +91,17 @@ def test_error_is_at_most_twice_that_of_plain_torch(backend, device, dtype, scal
     hold(scales[0] * x, scales[1] * drawn(16, 1, device=device, dtype=dtype), w, b)
 
 
+@pytest.mark.parametrize("at", [-2.0, 0.06, 0.1])  # short series and forms end at 0.0625
+@pytest.mark.parametrize("dtype", HALVES)
+def test_wide_parameters_of_half_activations_keep_the_error_rule(backend, device, dtype, at):
+    def rounds_once(x: Tensor, *parameters: Tensor) -> Tensor:
+        return plain(x.float(), *parameters).to(x.dtype)
+
+    x, _, w, b = arguments(16, 2, 40, device=device)
+    args = (at + 1e-3 * x).to(dtype), torch.ones(16, 1, device=device), w, b
+    assert_pure_and_exact(each(dyt), each(rounds_once), each(plain), *args)
+
+
 @pytest.mark.parametrize("at", [-1.4, 0.6, 4.0, 8.0, 8.7])  # the seam is at 0.625
 def test_near_saturation_gradients_keep_the_error_rule(backend, device, at):
     x, _, w, b = arguments(16, 2, 40, device=device)

@@ -16,6 +16,7 @@ dtype of its argument. Zhu, Chen, He, LeCun and Liu, 2025, arXiv:2503.10622.
 """
 
 import math
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -70,8 +71,8 @@ def _bwd_ref(
 
 
 @triton.jit
-def _tanh_slope(x, dtype: tl.constexpr):
-    if dtype.primitive_bitwidth == 16:
+def _tanh_slope(x, HALF: tl.constexpr):
+    if HALF:  # what comes of it is 16 bits wide
         t, slope = tanh_slope_of_half(x)
     else:
         t = tanh(x)
@@ -85,7 +86,9 @@ def _fwd_kernel(x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, n, per_group, BLOCK: tl.c
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, group = col < n, row // per_group
     x = up(tl.load(x_ptr + row * n + col, mask, other=0.0))
-    y, _ = _tanh_slope(tl.load(alpha_ptr + group) * x, x_ptr.dtype.element_ty)
+    y, _ = _tanh_slope(
+        tl.load(alpha_ptr + group) * x, x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    )
     if w_ptr is not None:
         y *= up(tl.load(w_ptr + group * n + col, mask, other=0.0))
     if b_ptr is not None:
@@ -96,7 +99,7 @@ def _fwd_kernel(x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, n, per_group, BLOCK: tl.c
 @triton.jit
 def _bwd_kernel(
     dy_ptr, x_ptr, alpha_ptr, w_ptr, dx_ptr, dalpha_ptr, dw_ptr, db_ptr, m, n,
-    BLOCK: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # one strip of the m rows of a group and one block of columns: the sums stay in registers
     strip, group, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -115,7 +118,7 @@ def _bwd_kernel(
         db += dy
         if dx_ptr is not None or dalpha_ptr is not None or dw_ptr is not None:
             x = up(tl.load(x_ptr + at, mask, other=0.0))
-            t, slope = _tanh_slope(alpha * x, x_ptr.dtype.element_ty)
+            t, slope = _tanh_slope(alpha * x, HALF)
             g = dy * gain * slope
             if dx_ptr is not None:
                 tl.store(dx_ptr + at, g * alpha, mask)
@@ -152,9 +155,11 @@ def _bwd_triton(
     dx = fresh(x) if wanted[0] else None
     dalpha = a.new_empty(g, p, blocks) if wanted[1] else None
     dw, db = (a.new_empty(g, p, n) if asked else None for asked in wanted[2:])
+    rounds = (x, *compress((alpha, w), wanted[1:]))
+    half = all(t is None or t.element_size() == 2 for t in rounds)
     launch(
         _bwd_kernel, (p, g, blocks), dy.contiguous(), x.contiguous(), a, by_group(w, groups), dx,
-        dalpha, dw, db, m, n, **tile,
+        dalpha, dw, db, m, n, HALF=half, **tile,
     )  # fmt: skip
     if dalpha is not None:
         dalpha = dalpha.sum((1, 2) if groups else None).to(alpha.dtype)
