@@ -265,7 +265,8 @@ def test_kto_is_the_formula_of_the_paper():
 
     options = {"beta": BETA, "desirable_weight": 0.8, "undesirable_weight": 1.3}
     close(kto_from_logp(logp, y, GOOD, ref, kl=0.3, **options), want(0.3))
-    close(kto_from_logp(logp, y, GOOD, ref, kl=torch.tensor(-2.0), **options), want(0.0))
+    for below in (-2.0, torch.tensor(-2.0)):  # as an estimate often is
+        close(kto_from_logp(logp, y, GOOD, ref, kl=below, **options), want(0.0))
     got = kto_from_logp(logp, y, GOOD, ref, kl_logp=square + 2, kl_ref_logp=ref, kl_y=y, **options)
     kl = sum(p + 2 * n - q for p, q, n in
              zip(sums(square, y), sums(ref, y), (4, 1, 2, 2, 3, 2), strict=True)) / 6  # fmt: skip
@@ -558,6 +559,15 @@ def test_wpo_takes_its_weights_from_the_same_head():
     torch.testing.assert_close(got, dpo_from_logp(logp, y, base, square))
 
 
+@pytest.mark.parametrize("below", [-0.5, torch.tensor(-0.5)], ids=["number", "tensor"])
+def test_a_point_of_reference_below_0_counts_as_0(below):
+    w, x, y = torch.randn(7, 5), torch.randn(4, 3, 5), torch.randint(7, (4, 3))
+    ref, good = torch.randn(4), torch.tensor([True, False, True, False])
+    want = liger_fn.kto_loss_with_metrics(w, x, y, good, ref_logp=ref, kl=0.0)
+    got = liger_fn.kto_loss_with_metrics(w, x, y, good, ref_logp=ref, kl=below)
+    assert torch.equal(torch.stack(got), torch.stack(want))
+
+
 def test_kto_reads_its_point_of_reference_from_mismatched_rows():
     (w, x, y, bias), ref = head()
     (_, kx, ky, _), kref = head(b=3)
@@ -681,7 +691,7 @@ BAD = {
         P, Y, FLAGS, P, kl_logp=P, kl_y=Y
     ),
     "kl_y is for kl_logp": lambda: kto_from_logp(P, Y, FLAGS, P, kl=0, kl_y=Y),
-    "kl must be at least 0": lambda: kto_from_logp(P, Y, FLAGS, P, kl=-0.1),
+    "kl must have shape .., got .4, 3.": lambda: kto_from_logp(P, Y, FLAGS, P, kl=P),
     "undesirable_weight must be at least 0": lambda: kto_from_logp(
         P, Y, FLAGS, P, kl=0, undesirable_weight=-1
     ),

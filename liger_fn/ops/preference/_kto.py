@@ -141,7 +141,8 @@ def check_kl(
         raise ValueError(f"{op}: kl_logp and kl_ref_logp must be given together")
     if kl_logp is None and kl_y is not None:
         raise ValueError(f"{op}: kl_y is for kl_logp, got kl")
-    check_count(op, "kl", kl, logp=logp)
+    # a number may lie below 0, as an estimate often does
+    check_count(op, "kl", kl if isinstance(kl, Tensor) else None, logp=logp)
     if kl_logp is not None:
         needs_y = "average_logp divides by numbers of tokens" if o.average_logp else None
         check_logp(op, kl_y, needs_y, "n", kl_logp=kl_logp, kl_ref_logp=kl_ref_logp)
@@ -158,7 +159,7 @@ def check_fused(
         raise TypeError(f"{op}: ref_logp must be a tensor, got NoneType, and so is ref_w")
     _check_desirable(op, desirable, x)
     check_count(op, "n_valid", o.n_valid, x=x)
-    check_count(op, "kl", m.kl, x=x)
+    check_count(op, "kl", m.kl if isinstance(m.kl, Tensor) else None, x=x)
     rest = {"kl_y": m.y, "kl_ref_logp": m.ref_logp, "kl_ref_x": m.ref_x}
     if m.x is None:
         if m.kl is None:
