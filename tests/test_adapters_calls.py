@@ -113,6 +113,25 @@ def test_logits_of_another_form_are_made_and_their_loss_is_right(device, batch):
     torch.testing.assert_close(got, want.masked_fill(labels[:, 1:] == -100, 0.0))
 
 
+class Written(Odd):
+    """Writes to its logits before it forms their loss, as Chameleon does."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kw):
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        logits, loss = self.lm_head(out.last_hidden_state), None
+        logits[..., :5] = -1e4
+        logits.mul_(0.5)
+        logits = 2 * logits.float()
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kw)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def test_logits_that_a_model_writes_to_are_those_of_its_loss(device, batch):
+    model = Written(hf.LlamaConfig(**zoo.TEXT)).to(device).train()
+    same_gradients(model, batch)
+
+
 class Coarse(torch.nn.Linear):
     """Stands for a quantised layer: its forward is its own, its weight is read another way."""
 
@@ -163,6 +182,7 @@ def test_deferred_logits_stay_so_in_another_dtype_or_place(device):
     head = torch.nn.Linear(4, 7, device=device)
     z = DeferredLogits(torch.randn(3, 4, device=device), head)
     z.version = head.weight._version
+    late = z.float()
     for cast in (z.to(torch.float64), z.to(device, non_blocking=True).to(torch.float64)):
         assert isinstance(cast, DeferredLogits)
         assert (cast.dtype, cast.device.type, cast.version) == (
@@ -177,7 +197,8 @@ def test_deferred_logits_stay_so_in_another_dtype_or_place(device):
     with torch.no_grad():
         head.weight.add_(1.0)
     with pytest.raises(RuntimeError, match=r"^these logits were deferred and the weight"):
-        z.float().sum()
+        late.sum()
+    z.float().sum()  # of those that were read in time
 
 
 # -- models in several places

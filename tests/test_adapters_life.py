@@ -6,6 +6,8 @@ import copy
 import io
 import operator
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -268,12 +270,35 @@ def test_deferred_logits_are_the_real_ones_when_read(llama, batch):
     assert not hasattr(z, "no_such_thing")
 
 
-def test_logits_read_after_the_weight_has_changed_are_an_error(llama, batch):
-    out = adapt(llama)(**batch)
+OPERATORS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda z: 1 + z + z,
+    "difference": lambda z: 1 - z - 2 * z,
+    "quotient": lambda z: 1 / (z // 0.5 % 3 + 9),
+    "power": lambda z: z**2 + 2**z,
+    "product": lambda z: z @ z.mT,
+    "sign": lambda z: abs(-z),
+    "order": lambda z: torch.stack([z > 0, z >= 0, z < 0, z <= 0]),
+    "equal": lambda z: z == 0,
+    "unequal": lambda z: z != z,
+    "item": lambda z: [z[0, 0, 0], *z][0],
+    "number": lambda z: torch.tensor(float(z.detach()[:1, :1, :1])),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_read_deferred_logits_as_real_ones(llama, batch, name):
+    f = OPERATORS[name]
+    want = f(llama(**batch).logits)
+    torch.testing.assert_close(f(adapt(llama)(**batch).logits), want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_logits_read_after_the_weight_has_changed_are_an_error(llama, batch, return_dict):
+    logits = adapt(llama)(**batch, return_dict=return_dict)[1]
     with torch.no_grad():
         llama.lm_head.weight.add_(1.0)
     with pytest.raises(RuntimeError, match=r"^these logits were deferred and the weight"):
-        out.logits.sum()
+        logits.sum()
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,10 @@ def model_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
         if not defer and not plan.cross_entropy:
             return inner(self, *args, **kw)
         out = inner(View(self, plan, defer), *args, **kw)
-        logits = out.get("logits") if isinstance(out, dict) else None
-        if isinstance(logits, DeferredLogits):
-            logits.version = _version(logits.head)
+        parts = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ()
+        for logits in parts:
+            if isinstance(logits, DeferredLogits):
+                logits.version = _version(logits.head)
         return out
 
     return forward
@@ -179,9 +180,10 @@ class DeferredLogits:
     def through(self, formed: Formed) -> Tensor | None:
         """Call the head for something else than logits, with their scale and soft cap.
 
-        None where the steps are something else than a scale and a soft cap.
+        None where the steps are something else than a scale and a soft cap, or the logits exist.
         """
-        form = self.form()
+        # logits that exist may have been written to
+        form = self.form() if self._value is None else None
         if form is None:
             return None
         scale, cap = form
@@ -201,7 +203,9 @@ class DeferredLogits:
             self._value = z
         return self._value
 
-    def _then(self, step: str, value: Any) -> DeferredLogits:
+    def _then(self, step: str, value: Any) -> Any:
+        if self._value is not None:
+            return _STEPS[step](self._value, value)
         then = DeferredLogits(self.hidden, self.head, (*self.steps, (step, value)))
         then.version = self.version
         return then
@@ -215,7 +219,7 @@ class DeferredLogits:
         fine = isinstance(other, Real) and other != 0
         return self._then("/", other) if fine else self.value() / other
 
-    def tanh(self) -> DeferredLogits:
+    def tanh(self) -> Any:
         """Tanh, deferred too."""
         return self._then("tanh", None)
 
@@ -226,21 +230,13 @@ class DeferredLogits:
             return self._then("to", args[0])
         return self.value().to(*args, **kw)
 
-    def float(self) -> DeferredLogits:
+    def float(self) -> Any:
         """Logits in float32, deferred too."""
         return self._then("to", torch.float32)
 
-    def contiguous(self) -> DeferredLogits:
+    def contiguous(self) -> Any:
         """These logits, which will be contiguous."""
-        return self
-
-    def __add__(self, other: Any) -> Tensor:
-        return self.value() + other
-
-    __radd__ = __add__
-
-    def __getitem__(self, at: Any) -> Tensor:
-        return self.value()[at]
+        return self if self._value is None else self._value
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -258,6 +254,22 @@ class DeferredLogits:
             return args[0].tanh()
         args, kw = torch.utils._pytree.tree_map(_real, (args, kw or {}))
         return f(*args, **kw)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operator(self: DeferredLogits, *args: Any) -> Any:
+        return getattr(self.value(), name)(*args)
+
+    return operator
+
+
+# Python looks operators up on the class, and without these == and != would compare identities
+for _name in (
+    "add", "radd", "sub", "rsub", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow",
+    "matmul", "rmatmul", "neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge",
+    "getitem", "setitem", "contains", "iter", "bool", "int", "float", "complex", "index", "array",
+):  # fmt: skip
+    setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
