@@ -132,6 +132,29 @@ def test_logits_that_a_model_writes_to_are_those_of_its_loss(device, batch):
     same_gradients(model, batch)
 
 
+def halve(module, args, *logits):
+    return logits[0] / 2 if logits else (args[0] / 2,)
+
+
+@pytest.mark.parametrize("when", ["register_forward_pre_hook", "register_forward_hook"])
+def test_a_hook_on_the_head_sees_logits(llama, batch, when):
+    early = adapt(llama)
+    getattr(llama.lm_head, when)(functools.partial(halve))
+    got, found = gradients(early, batch)
+    want, wanted = gradients(adapters.restore(llama), batch)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
+    same_gradients(llama, batch)
+    assert [r.spec for r in report(llama).skipped] == ["hooks of others see the logits of its head"]
+
+
+def test_a_hook_on_the_head_sees_the_gradient_of_logits(llama, batch):
+    seen = []
+    llama.lm_head.register_full_backward_hook(lambda m, dx, dy: seen.append(dy[0].shape))
+    adapt(llama)(**batch).loss.backward()
+    assert seen == [(*batch["input_ids"].shape, zoo.VOCAB)]
+
+
 class Coarse(torch.nn.Linear):
     """Stands for a quantised layer: its forward is its own, its weight is read another way."""
 

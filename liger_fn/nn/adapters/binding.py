@@ -6,6 +6,7 @@ binds it to the copy); a pickle stores it by the name of its class's method, so 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from types import CellType, FunctionType, MethodType
@@ -16,6 +17,8 @@ from torch import nn
 _MARK = "_liger_fn"
 _KEPT = "_liger_fn_kept"
 _SLOTS = ("forward", "_old_forward", "_apply_gate")
+# their hooks gather weights, move tensors and enter contexts, whatever it is that a module returns
+_ENGINES = ("torch", "accelerate", "deepspeed", "trl")
 
 
 def slot_of(m: nn.Module) -> str:
@@ -36,6 +39,18 @@ def is_replaced(m: nn.Module) -> bool:
         return False
     # a pickle of an adapted module leaves the method of its class there
     return getattr(m.__dict__["forward"], "__func__", None) is not type(m).forward
+
+
+def hooks_of_others(m: nn.Module) -> bool:
+    """Whether somebody watches or changes what goes through a module, who wants plain tensors."""
+    kinds = (m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks)
+    return any(_package(hook) not in _ENGINES for hooks in kinds for hook in hooks.values())
+
+
+def _package(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(hook.__module__).partition(".")[0]
 
 
 def bind(m: nn.Module, f: Callable[..., Any], slot: str | None = None) -> None:

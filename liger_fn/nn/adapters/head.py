@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import liger_fn
-from liger_fn.nn.adapters.binding import is_bound, slot_of
+from liger_fn.nn.adapters.binding import hooks_of_others, is_bound, slot_of
 
 PLAN = "_liger_fn_plan"
 Formed = Callable[..., Tensor]
@@ -79,7 +79,7 @@ class View:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)
         if name == self._plan.head and self._defer and is_bound(found, slot_of(found)):
-            return _DeferredHead(found)
+            return found if hooks_of_others(found) else _DeferredHead(found)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_fn.nn.adapters.binding import is_replaced
+from liger_fn.nn.adapters.binding import hooks_of_others, is_replaced
 from liger_fn.nn.adapters.fingerprint import Spec, fingerprint
 
 SWITCHES = ("rms_norm", "layer_norm", "rope", "glu", "cross_entropy", "fused_linear_ce")
@@ -132,4 +132,6 @@ def _unfused(owner: Any, head: Any) -> str:
         return "the forward of its head was replaced by others"
     if getattr(owner, "tp_size", None) is not None:
         return "its head is sharded by tensor parallelism"
+    if hooks_of_others(head):
+        return "hooks of others see the logits of its head"
     return ""
