@@ -36,7 +36,7 @@ TARGETS = {
     "gfx950": ("hip", "gfx950", 64, 160 << 10),
     "gfx1100": ("hip", "gfx1100", 32, 64 << 10),
 }
-NEIGHBOURS = {"cuda-80", "cuda-100", "gfx950"}  # a minute each; of another target's kind
+NEIGHBOURS = {"cuda-80", "cuda-100", "gfx950", "gfx1100"}  # a minute each; of another's maker
 POINTERS = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
     torch.int64: "*i64", torch.bool: "*i1",

@@ -16,7 +16,6 @@ dtype of its argument. Zhu, Chen, He, LeCun and Liu, 2025, arXiv:2503.10622.
 """
 
 import math
-from itertools import compress
 
 import torch
 from torch import Tensor
@@ -155,8 +154,9 @@ def _bwd_triton(
     dx = fresh(x) if wanted[0] else None
     dalpha = a.new_empty(g, p, blocks) if wanted[1] else None
     dw, db = (a.new_empty(g, p, n) if asked else None for asked in wanted[2:])
-    rounds = (x, *compress((alpha, w), wanted[1:]))
-    half = all(t is None or t.element_size() == 2 for t in rounds)
+    half = x.element_size() == 2 and not (wanted[1] and alpha.element_size() > 2)
+    if w is not None and wanted[2]:
+        half = half and w.element_size() == 2
     launch(
         _bwd_kernel, (p, g, blocks), dy.contiguous(), x.contiguous(), a, by_group(w, groups), dx,
         dalpha, dw, db, m, n, HALF=half, **tile,
