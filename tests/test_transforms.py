@@ -446,6 +446,8 @@ def check_compiled_backward(row: Row, compiler: str, device: torch.device) -> No
 
 @pytest.mark.parametrize("what", COMPILED)
 def test_compiled_equals_eager(row: Row, what: str, backend: str, device: torch.device) -> None:
+    if what != "function" and backend == "triton":
+        pytest.skip("a compiled transform runs the reference whatever the backend: covered there")
     check_compiled(row, what, "aot_eager", device)
 
 

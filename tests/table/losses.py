@@ -168,7 +168,7 @@ ROWS = [
         bench=kept_teacher(bound(plain_divergence, rows=kl_rows), "llama-3-8b")),
     Row("kl_div-all-none", bound(divergence, of=liger_fn.kl_div, temperature=1.5, reduction="none"),
         bound(divergence_oracle, rows=kl_rows, temperature=1.5, reduction="none"),
-        student_and_teacher, (*PAIR, "u"), CE_SIZES, LOGITS, ("y", "u"), block=4),
+        student_and_teacher, (*PAIR, "u"), CE_SIZES, LOGITS, ("y", "u"), block=4, composed=True),
     Row("jsd", bound(divergence, of=liger_fn.jsd, beta=0.3, temperature=1.5),
         bound(divergence_oracle, rows=jsd_rows, temperature=1.5),
         student_and_teacher, (*PAIR, "u"), CE_SIZES, LOGITS, ("y", "u"),
