@@ -32,7 +32,8 @@ def adapt(
     """Let this one model compute with the functions of liger_fn, wherever that means the same.
 
     Parameters, state dict, classes and signature stay; so does every other model. In training with
-    labels the logits are not computed, unless somebody reads `outputs.logits`.
+    labels the logits are not computed, unless somebody reads `outputs.logits`. What takes the place
+    of a module later is not adapted (`resize_token_embeddings` makes a new head): call it again.
 
     Args:
         model: a Hugging Face model, bare or in PEFT, or any module. Adapted before: starts anew.
