@@ -155,6 +155,16 @@ def test_a_hook_on_the_head_sees_the_gradient_of_logits(llama, batch):
     assert seen == [(*batch["input_ids"].shape, zoo.VOCAB)]
 
 
+@pytest.mark.parametrize("package", ["torch", "accelerate", "deepspeed", "trl"])
+def test_a_hook_of_an_engine_leaves_the_head_fused(llama, batch, package):
+    def gathered(*args):
+        return None
+
+    gathered.__module__ = f"{package}.somewhere"
+    llama.lm_head.register_forward_pre_hook(functools.partial(gathered, 1))
+    assert isinstance(adapt(llama)(**batch).logits, DeferredLogits)
+
+
 class Coarse(torch.nn.Linear):
     """Stands for a quantised layer: its forward is its own, its weight is read another way."""
 
