@@ -17,7 +17,7 @@ from tests.memory import held
 from tests.tolerance import same_bits
 
 M, D, INNER = 6, 4, 8
-BETWEEN = 256 * 512 * 4  # bytes of a tensor between the projections of `wide_layer`
+BETWEEN = 256 * 512 * 4  # bytes of a float32 tensor between the projections, in the last test
 
 
 @pytest.fixture(autouse=True)

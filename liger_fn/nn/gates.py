@@ -9,6 +9,8 @@ tile by tile. After Bekman et al., "Arctic Long Sequence Training", 2025, arXiv:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,18 +22,21 @@ from liger_fn.ops.geglu import geglu
 from liger_fn.ops.swiglu import swiglu
 
 
+def hooks_of(m: nn.Module) -> list[Any]:
+    """Who sees what goes through a module, forward or backward."""
+    kinds = (m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks)
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
 def projected(down: nn.Module, h: Tensor) -> Tensor:
     """down(h), for an h that is used nowhere else.
 
     A plain Linear makes a cotangent of h that nobody else sees: that of the gate is written over
     it, and backward holds four tensors as large as h at a time, not five.
     """
-    hooks = (
-        down._forward_pre_hooks, down._forward_hooks, down._backward_pre_hooks,
-        down._backward_hooks, nn.modules.module._has_any_global_hook(),
-    )  # fmt: skip
     plain = type(down) is nn.Linear and type(down.weight) is nn.Parameter
-    if plain and "forward" not in vars(down) and not any(hooks):
+    watched = hooks_of(down) or nn.modules.module._has_any_global_hook()
+    if plain and "forward" not in vars(down) and not watched:
         donate(h)
     return down(h)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from liger_fn.nn.gates import hooks_of
+
 _MARK = "_liger_fn"
 _KEPT = "_liger_fn_kept"
 _SLOTS = ("forward", "_old_forward", "_apply_gate")
@@ -43,8 +45,7 @@ def is_replaced(m: nn.Module) -> bool:
 
 def hooks_of_others(m: nn.Module) -> bool:
     """Whether somebody watches or changes what goes through a module, who wants plain tensors."""
-    kinds = (m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks)
-    return any(_package(hook) not in _ENGINES for hooks in kinds for hook in hooks.values())
+    return any(_package(hook) not in _ENGINES for hook in hooks_of(m))
 
 
 def _package(hook: Any) -> str:

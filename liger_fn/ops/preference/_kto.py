@@ -130,6 +130,12 @@ def _check_desirable(op: str, desirable: Tensor, of: Tensor) -> None:
         raise ValueError(f"{op}: desirable is on {desirable.device} but y is on {of.device}")
 
 
+def _check_point(op: str, kl: float | Tensor | None, **home: Tensor) -> None:
+    """Hold a tensor to one number; a number may lie below 0, as an estimate often does."""
+    if isinstance(kl, Tensor):
+        check_count(op, "kl", kl, **home)
+
+
 def check_kl(
     op: str, logp: Tensor, kl: float | Tensor | None, kl_logp: Tensor | None,
     kl_ref_logp: Tensor | None, kl_y: Tensor | None, o: Options,
@@ -141,8 +147,7 @@ def check_kl(
         raise ValueError(f"{op}: kl_logp and kl_ref_logp must be given together")
     if kl_logp is None and kl_y is not None:
         raise ValueError(f"{op}: kl_y is for kl_logp, got kl")
-    # a number may lie below 0, as an estimate often does
-    check_count(op, "kl", kl if isinstance(kl, Tensor) else None, logp=logp)
+    _check_point(op, kl, logp=logp)
     if kl_logp is not None:
         needs_y = "average_logp divides by numbers of tokens" if o.average_logp else None
         check_logp(op, kl_y, needs_y, "n", kl_logp=kl_logp, kl_ref_logp=kl_ref_logp)
@@ -159,7 +164,7 @@ def check_fused(
         raise TypeError(f"{op}: ref_logp must be a tensor, got NoneType, and so is ref_w")
     _check_desirable(op, desirable, x)
     check_count(op, "n_valid", o.n_valid, x=x)
-    check_count(op, "kl", m.kl if isinstance(m.kl, Tensor) else None, x=x)
+    _check_point(op, m.kl, x=x)
     rest = {"kl_y": m.y, "kl_ref_logp": m.ref_logp, "kl_ref_x": m.ref_x}
     if m.x is None:
         if m.kl is None:
