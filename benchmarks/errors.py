@@ -31,6 +31,7 @@ if _launch._INTERPRET:
 
     interpreter.round_to_nearest_even()
     interpreter.stay_patched()
+    interpreter.remember_types()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALES = (1e-4, 1.0, 1e4)

@@ -24,6 +24,7 @@ if _launch._INTERPRET:
 
     interpreter.round_to_nearest_even()
     interpreter.stay_patched()
+    interpreter.remember_types()
 
 from tests.table import Row
 
