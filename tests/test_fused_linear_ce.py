@@ -434,10 +434,12 @@ def assert_float16_gradients(tensors: dict[str, Tensor], upstream: float, **opti
     got = run(liger_fn.fused_linear_ce, tensors, LEAVES, d, **options)
     wide = cast(tensors, torch.float64, "cpu")
     exact = run(linear_oracle, wide, LEAVES, d, **options)
-    z = {"logits": F.linear(wide["x"], wide["w"], wide["b"]), "y": wide["y"]}
+    z = {"logits": F.linear(*(wide.pop(name) for name in ("x", "w", "b"))), **wide}
     dz = run(oracle, z, ["logits"], d, **options)[1].abs()
-    sizes = dz.T @ wide["x"].abs(), dz @ wide["w"].abs(), dz.sum(0)
-    for name, g, e, size in zip(LEAVES, got[1:], exact[1:], sizes, strict=True):
+    w, x = (tensors[name].cpu().double().abs() for name in ("w", "x"))
+    for name, g, e, size in zip(
+        LEAVES, got[1:], exact[1:], (dz.T @ x, dz @ w, dz.sum(0)), strict=True
+    ):
         off = (g.cpu().double() - e).abs()
         assert (off <= ulp(e, torch.float16) + half * size).all(), name
 
@@ -456,6 +458,14 @@ def test_float16_gradients_of_a_mean_over_many_tokens_do_not_underflow(
 
 def test_float16_gradients_of_thousands_of_tokens_do_not_underflow(loop, device):
     assert_float16_gradients(make(4096, device=device, v=8, dtype=torch.float16), 1.0)
+
+
+def test_float16_gradients_overflow_no_sooner_than_what_they_are_scaled_to(loop, device):
+    # before the upstream gradient scales them, those of x are up to 1e6
+    tensors = make(4, device=device, v=8, dtype=torch.float16)
+    tensors["token_weight"] = torch.full((4,), 3e4, dtype=torch.float16, device=device)
+    tensors["w"] *= 30
+    assert_float16_gradients(tensors, 1e-3, reduction="sum")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -96,6 +96,12 @@ def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype if dtype != torch.float16 and device.type != "cpu" else wide(dtype)
 
 
+def dx_dtype(x: Tensor, compute: torch.dtype) -> torch.dtype:
+    """What dx rounds to as it is formed: to no less than x does, to float16 only when scaled."""
+    half = x.dtype.itemsize < 4 and compute != torch.float16 and x.device.type != "cpu"
+    return compute if half else wide(compute)
+
+
 def head_loop(
     rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
     row_args: tuple[Tensor | None, ...], *,
@@ -126,9 +132,7 @@ def head_loop(
     """
     m, zdtype = x.shape[0], logits_dtype(compute, x.device)
     operand = compute if x.device.type != "cpu" else zdtype
-    dx_dtype = (
-        operand if x.dtype.itemsize < 4 else wide(compute)
-    )  # no rounding that x does not ask for
+    formed = dx_dtype(x, compute)
     # values round to `compute` first, also where the products run wider
     w, x = w.to(compute).to(operand), x.to(compute).to(operand)
     b = None if b is None else b.to(compute)
@@ -139,7 +143,7 @@ def head_loop(
     steps = chunks(at_once) if chunks else _even(m, at_once)
     most = max(sum(s.stop - s.start for s in at) for at in steps)
     buffer = x.new_empty(most, w.shape[0], dtype=zdtype) if own else None
-    dx = x.new_empty(x.shape, dtype=dx_dtype) if own and wanted[1] else None
+    dx = x.new_empty(x.shape, dtype=formed) if own and wanted[1] else None
     dw = db = None
     parts, dxs = [], []
     with _autocast_off(x.device.type):
@@ -157,7 +161,7 @@ def head_loop(
                 db = d if db is None else db + d
             dz = dz.to(operand)
             if wanted[1]:
-                dxc = _mm(dz, w, dx_dtype, dx[at[0]] if dx is not None and len(at) == 1 else None)
+                dxc = _mm(dz, w, formed, dx[at[0]] if dx is not None and len(at) == 1 else None)
                 if dx is None:
                     dxs.append(dxc)
                 elif len(at) > 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_fn._math import wide
 from liger_fn._vjp import custom_vjp, tracked
 from liger_fn.ops._ce import Row
-from liger_fn.ops._chunked import Rows, head_loop, plan
+from liger_fn.ops._chunked import Rows, dx_dtype, head_loop, plan
 from liger_fn.ops._vocab_parallel import on_shard
 
 
@@ -192,8 +192,8 @@ def formed_fake(
 ) -> list[Tensor]:  # fmt: skip
     """Shapes of dw, dx and db as forward forms them; those that nobody wants are empty."""
     _, sums = plan(math.prod(x.shape[:-1]), w, heads, chunk, compute, accum_dtype, wanted[0])
-    dtype, half = wide(compute), x.device.type != "cpu" and x.dtype.itemsize < 4
-    kinds = (sums, compute if half else dtype, dtype)
+    dtype = wide(compute)
+    kinds = (sums, dx_dtype(x, compute), dtype)
     return [
         w.new_empty(t.shape if want and t is not None else (0,), dtype=kind if want else dtype)
         for want, t, kind in zip(wanted, (w, x, b), kinds, strict=False)
