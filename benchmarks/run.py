@@ -28,6 +28,7 @@ PASSES: dict[str, Function] = {"fwd": measure.forward, "fwd+bwd": measure.forwar
 # beyond twice the error of plain torch: an ulp, and in float32 another order of summation
 LEEWAY = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-19}
 ONE_SET_MS = 5.0  # beyond this a call has no use for inputs that caches have forgotten
+SLOW_S = 0.2  # for each number of such a call, at least
 NO_GRAPH_MS = 20.0  # beyond this the host is never what a call waits for
 BEGAN = time.perf_counter()
 
@@ -169,11 +170,15 @@ class Runner:
             measure.synchronize(self.device)
             slow = 1e3 * (time.perf_counter() - began) > ONE_SET_MS
             some = sets[:1] if slow else sets
-            found = measure.eager(run, some, self.device, self.budget.each)
+            seconds = self.budget.each
+            if slow and self.gpu:
+                seconds = max(seconds, SLOW_S)
+                measure.settle(run, sets[0], self.device)
+            found = measure.eager(run, some, self.device, seconds)
             row["eager"][name], row["host"][name] = found
             if self.gpu and found[0]["ms"] < NO_GRAPH_MS:
                 try:
-                    row["graph"][name] = measure.graph(run, some, self.device, self.budget.each)
+                    row["graph"][name] = measure.graph(run, some, self.device, seconds)
                 except Exception as error:
                     row["note"] = f"no graph of {name}: {failed(error)['note']}"
 
