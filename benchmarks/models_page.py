@@ -74,11 +74,13 @@ def cell(row: Row | None) -> str:
         return "-"
     if "error" in row:
         return "out of memory" if "memory" in row["error"].lower() else "failed"
+    if "longest" in row["shape"]:
+        return f"{row['context']} tokens"
     return f"{row['tokens/s']:.0f}, {row['peak GiB']:.1f}"
 
 
 def summary(results: Results) -> str:
-    """Write tokens a second and peak GiB of what a user chooses between."""
+    """Write what a user chooses by: tokens a second and peak GiB, or how long a context fits."""
     versions = results["runs"][max(results["runs"])]["versions"]
     names = [f"{name} {versions.get(name.lower(), '')}".strip() for name in COLUMNS]
     lines = [
@@ -87,13 +89,12 @@ def summary(results: Results) -> str:
     ]
     for title, rows in ordered(results).items():
         by_name = {row["peer"]: row for row in rows}
-        if "longest" not in title:
-            cells = [
-                cell(next((by_name[v] for v in variants if v in by_name), None))
-                for variants in COLUMNS.values()
-            ]
-            dpo_or_not = ", TRL's DPOTrainer" * (rows[0]["op"] == "dpo")
-            lines.append(f"| {title}{dpo_or_not} | {' | '.join(cells)} |")
+        cells = [
+            cell(next((by_name[v] for v in variants if v in by_name), None))
+            for variants in COLUMNS.values()
+        ]
+        dpo_or_not = ", TRL's DPOTrainer" * (rows[0]["op"] == "dpo")
+        lines.append(f"| {title}{dpo_or_not} | {' | '.join(cells)} |")
     return "<!-- models -->\n" + "\n".join(lines) + "\n<!-- end -->"
 
 

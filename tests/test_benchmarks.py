@@ -467,6 +467,7 @@ def test_whole_models_are_kept_replaced_and_drawn(tmp_path, monkeypatch):
     assert models_page.summary(results).splitlines()[3:-1] == [
         "| tiny, 2 x 32 | 2000, 65.2 | out of memory | 1000, 65.2 | - |",
         "| tiny, 2 x 64 | 2000, 65.2 | - | - | - |",
+        "| tiny, 1 x the longest | 99 tokens | - | - | - |",
         "| tiny, 2 pairs of 2 x 32, TRL's DPOTrainer | 500, 13.0 | - | 500, 13.0 | - |",
     ]
 
