@@ -42,8 +42,9 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run algebra in plain torch once, and leave to the slow tests what may be left to them.
 
-    That is, in the interpreter, the kernels of rows that are composed of those of others, and
-    compilations of rows that only have other options than the row of their function.
+    That is, in the interpreter, the kernels of rows that are composed of those of others;
+    compilations of rows that only have other options than the row of their function; compiled
+    Hessians of composed rows.
     """
     kept = []
     for item in items:
@@ -54,8 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 continue
             if row.composed and _launch._INTERPRET:
                 item.add_marker(pytest.mark.slow)
-        if isinstance(row, Row) and row.id != row.covers and "compil" in item.originalname:
-            item.add_marker(pytest.mark.slow)
+        if isinstance(row, Row) and "compil" in item.originalname:
+            deep = row.composed and params.get("what") == "hessian"
+            if row.id != row.covers or deep:
+                item.add_marker(pytest.mark.slow)
         kept.append(item)
     items[:] = kept
 

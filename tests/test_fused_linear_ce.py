@@ -635,6 +635,37 @@ def test_a_scalar_loss_costs_three_products_a_chunk_and_none_in_backward(
     assert spy.counts() == (2, 2, 2)
 
 
+def test_a_single_step_keeps_its_dz_and_multiplies_once_asked(loop, device, monkeypatch):
+    spy = Products(monkeypatch, V)
+    tensors = plain(make(16, device=device))
+    leaves = [tensors[k].requires_grad_() for k in ("w", "x")]
+    kept: list[Tensor] = []
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = liger_fn.fused_linear_ce(**tensors, chunk=16)
+    assert spy.counts() == (1, 0, 0)
+    assert [t.shape for t in kept if t.numel() > 2 * V].count((16 * V,)) == 1
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert spy.counts() == (1, 1, 1)
+    thrice = torch.autograd.grad(loss, leaves, torch.full_like(loss, 3.0), retain_graph=True)
+    torch.testing.assert_close(thrice, tuple(3 * g for g in once))
+
+
+def test_of_float16_no_dz_is_kept_since_x_times_a_small_gradient_has_no_digits(
+    loop, device, monkeypatch
+):
+    spy = Products(monkeypatch, V)
+    tensors = plain(make(16, device=device, dtype=torch.float16))
+    for name in ("w", "x"):
+        tensors[name].requires_grad_()
+    liger_fn.fused_linear_ce(**tensors, chunk=16)
+    assert spy.counts() == (1, 1, 1)
+
+
 def test_losses_per_row_cost_four_products_a_chunk(loop, device, monkeypatch):
     spy = Products(monkeypatch, V)
     tensors = plain(make(18, device=device))

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.func import grad, hessian, jvp, vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 import liger_fn
 from liger_fn import grpo_from_logp
@@ -311,6 +312,19 @@ def test_metrics_of_every_loss_type():
     )
     assert m.clip_high.item() == pytest.approx(7 / 11)
     assert m.clip_low.item() == 0
+
+
+@pytest.mark.parametrize(("chunk", "products"), [(20, 3), (5, 3), (4, 4)])
+@pytest.mark.parametrize("of", [liger_fn.grpo_loss, liger_fn.grpo_loss_with_metrics])
+def test_three_products_while_a_sequence_fits_a_chunk(of, chunk, products):
+    (w, x, bias, _), (_, y, a, old, _) = head(), batch()
+    y = torch.where(y == -100, -100, 1)
+    w.requires_grad_()
+    x.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        out = of(w, x, y, a, b=bias, old_logp=old, chunk=chunk)
+        (out if of is liger_fn.grpo_loss else out.loss).backward()
+    assert counter.get_total_flops() == products * 2 * x.numel() * w.shape[0]
 
 
 def test_gradients_of_each_sequence_in_one_call():

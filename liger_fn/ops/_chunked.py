@@ -63,21 +63,22 @@ def chunk_size(v: int, dtype: torch.dtype, device: torch.device) -> int:
 def plan(
     m: int, w: Tensor, heads: int, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
     dw: bool,
-) -> tuple[int, torch.dtype]:  # fmt: skip
-    """Tokens per step, and the dtype of dw.
+) -> tuple[int, torch.dtype, bool]:  # fmt: skip
+    """Tokens per step, the dtype of dw, and whether there is a single step, whose dz may be kept.
 
-    A single product may round once, to bfloat16 too (float16 would overflow). `chunk` 0: as many
-    tokens as fit the budget, or all, where their logits (of so many heads) take no more memory than
-    float32 sums of dw over several steps would.
+    `chunk` 0: as many tokens as fit the budget, or all, where dz (of so many heads) and dw in
+    bfloat16 take at most an eighth more memory than a chunk and float32 sums of dw would, or those
+    sums and dw. float16 has no room for x times an upstream gradient: its dz is not kept.
     """
     v, d = w.shape
     halves = compute == torch.bfloat16 and w.device.type != "cpu"
     at_once = chunk or chunk_size(heads * v, compute, w.device)
-    if dw and halves and not chunk and accum_dtype == torch.float32 and m <= at_once + d // heads:
-        at_once = max(m, 1)
+    if dw and halves and not chunk and accum_dtype == torch.float32:
+        chunked = max(heads * at_once + 2 * d, 3 * d)
+        at_once = max(at_once, m if 8 * (heads * m + d) <= 9 * chunked else 0)
     if compute == torch.float64 or (halves and m <= at_once):
         accum_dtype = compute
-    return at_once, accum_dtype
+    return at_once, accum_dtype, dw and 0 < m <= at_once and v > 0 and compute != torch.float16
 
 
 def product_dtype(w: Tensor, x: Tensor, b: Tensor | None) -> torch.dtype:
@@ -96,6 +97,11 @@ def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype if dtype != torch.float16 and device.type != "cpu" else wide(dtype)
 
 
+def operand_dtype(compute: torch.dtype, device: torch.device) -> torch.dtype:
+    """What goes into the products: on a CPU in the dtype of logits, rounded to `compute` before."""
+    return compute if device.type != "cpu" else logits_dtype(compute, device)
+
+
 def dx_dtype(x: Tensor, compute: torch.dtype) -> torch.dtype:
     """What dx rounds to as it is formed: to no less than x does, to float16 only when scaled."""
     half = x.dtype.itemsize < 4 and compute != torch.float16 and x.device.type != "cpu"
@@ -107,7 +113,7 @@ def head_loop(
     row_args: tuple[Tensor | None, ...], *,
     ignore_index: int, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
     wanted: tuple[bool, bool, bool], heads: int = 1,
-    chunks: Callable[[int], Sequence[Chunk]] | None = None,
+    chunks: Callable[[int], Sequence[Chunk]] | None = None, keep: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Run `rows` on the logits of each chunk of x (m, d).
 
@@ -126,12 +132,14 @@ def head_loop(
         wanted: whether dw, dx and db are to be formed.
         heads: buffers of logits that a step holds.
         chunks: from tokens per step to the rows of each, all rows once; default: as they come.
+        keep: a single step leaves the products to `settled`, if `plan` allows it.
 
     Returns:
         Results per row, each (m,), then dw (v, d), dx (m, d) and db (v,), or None where not wanted.
+        Of a single step that is kept dz (m v,) in place of dw, and no dx.
     """
     m, zdtype = x.shape[0], logits_dtype(compute, x.device)
-    operand = compute if x.device.type != "cpu" else zdtype
+    operand = operand_dtype(compute, x.device)
     formed = dx_dtype(x, compute)
     # values round to `compute` first, also where the products run wider
     w, x = w.to(compute).to(operand), x.to(compute).to(operand)
@@ -139,11 +147,12 @@ def head_loop(
     own = not tracked()  # nobody differentiates this loop: it may reuse its own buffers
     # whoever names chunks gets the same ones with and without gradients
     grown = wanted[0] or chunks is not None
-    at_once, accum = plan(m, w, heads, chunk, compute, accum_dtype, grown)
+    at_once, accum, single = plan(m, w, heads, chunk, compute, accum_dtype, grown)
+    keep = keep and single and wanted[0]
     steps = chunks(at_once) if chunks else _even(m, at_once)
     most = max(sum(s.stop - s.start for s in at) for at in steps)
     buffer = x.new_empty(most, w.shape[0], dtype=zdtype) if own else None
-    dx = x.new_empty(x.shape, dtype=formed) if own and wanted[1] else None
+    dx = x.new_empty(x.shape, dtype=formed) if own and wanted[1] and not keep else None
     dw = db = None
     parts, dxs = [], []
     with _autocast_off(x.device.type):
@@ -160,6 +169,9 @@ def head_loop(
                 d = dz.sum(0, dtype=torch.float64 if x.device.type != "mps" else wide(compute))
                 db = d if db is None else db + d
             dz = dz.to(operand)
+            if keep:
+                dw = dz.reshape(-1)
+                continue
             if wanted[1]:
                 dxc = _mm(dz, w, formed, dx[at[0]] if dx is not None and len(at) == 1 else None)
                 if dx is None:
@@ -170,9 +182,41 @@ def head_loop(
             if wanted[0]:
                 dw = _accumulate(dw, dz.t(), xc, accum, own)
     db = None if db is None else db.to(wide(compute))
-    if wanted[1] and dx is None:
+    if wanted[1] and dx is None and not keep:
         dx = _join(steps, dxs)
     return tuple(_join(steps, part) for part in zip(*parts, strict=True)), dw, dx, db
+
+
+def kept_products(
+    dz: Tensor, scale: Tensor, w: Tensor, x: Tensor, live: Tensor, compute: torch.dtype,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """scale * dz^T x and scale * dz w of a single step."""
+    operand, flat = operand_dtype(compute, x.device), x.reshape(-1, x.shape[-1])
+    dz, dw, dx = dz.view(flat.shape[0], -1), None, None
+    with _autocast_off(x.device.type):
+        if wanted[0]:
+            at = torch.where(live.reshape(-1, 1), flat.to(compute), 0.0)
+            at = scaled(at, scale, operand)
+            sums = torch.promote_types(w.dtype, operand)
+            dw = _accumulate(None, dz.t(), at, sums, False).to(w.dtype)
+        if wanted[1]:
+            dx = _mm(dz, w.to(compute).to(operand), dx_dtype(x, compute))
+            dx = scaled(dx, scale, x.dtype).view(x.shape)
+    return dw, dx
+
+
+def scaled(g: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """scale * g in `dtype`, in one pass where nobody differentiates it.
+
+    g may be (v, d) in float32.
+    """
+    if scale is None:
+        return g.to(dtype)
+    if tracked():
+        return (g * scale).to(dtype)
+    # one axis, so that a float32 scale is not rounded to a half g first
+    return torch.mul(g, scale.view(1), out=torch.empty_like(g, dtype=dtype))
 
 
 def _even(m: int, chunk: int) -> list[Chunk]:
@@ -213,8 +257,9 @@ def _autocast_off(kind: str) -> AbstractContextManager[Any]:
 
 
 def _mm(
-    a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None, plus: Tensor | None = None
-) -> Tensor:
+    a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None,
+    plus: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """a @ b + plus, rounded to `dtype` once."""
     more: dict[str, Any] = {} if a.dtype == dtype else {"out_dtype": dtype}
     more |= {} if out is None else {"out": out}
@@ -224,9 +269,7 @@ def _mm(
 def _accumulate(sums: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, own: bool) -> Tensor:
     if sums is None:
         return (
-            _mm(a, b, dtype, None)
-            if dtype != torch.bfloat16 or a.dtype == dtype
-            else (a @ b).to(dtype)
+            _mm(a, b, dtype) if dtype != torch.bfloat16 or a.dtype == dtype else (a @ b).to(dtype)
         )
     if a.dtype == dtype:
         return torch.addmm(sums, a, b, out=sums) if own else torch.addmm(sums, a, b)

@@ -35,6 +35,7 @@ from liger_fn.ops._distill_rows import rows_ref, rows_triton
 from liger_fn.ops._linear_rules import (
     formed_fake,
     head_rule,
+    is_kept,
     primal_dtypes,
     settled,
     weighted,
@@ -48,6 +49,7 @@ def _loop(
     wanted: Sequence[bool], *, kind: str, beta: float, temperature: float, ignore_index: int,
     logit_scale: float, softcap: float | None, teacher_logit_scale: float,
     teacher_softcap: float | None, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+    keep: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     how: dict[str, Any] = {"kind": kind, "beta": beta, "temperature": temperature}
     how["student"] = Row(ignore_index, 0.0, logit_scale, softcap)
@@ -65,7 +67,7 @@ def _loop(
     return head_loop(
         of_chunk, w, x, b, y, (a, teacher_x, at), ignore_index=ignore_index, chunk=chunk,
         compute=compute, accum_dtype=accum_dtype, wanted=tuple(wanted[:3]),  # type: ignore[arg-type]  # three
-        heads=_heads(at),
+        heads=_heads(at), keep=keep,
     )  # fmt: skip
 
 
@@ -85,7 +87,7 @@ def _sum_fwd(
         rows, w, x, b, y, teacher_w, teacher_x, teacher_b, at, u, wanted, kind=kind, beta=beta,
         temperature=temperature, ignore_index=ignore_index, logit_scale=logit_scale,
         softcap=softcap, teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
-        chunk=chunk, compute=compute, accum_dtype=accum_dtype,
+        chunk=chunk, compute=compute, accum_dtype=accum_dtype, keep=True,
     )  # fmt: skip
     total = (value if u is None else value * u).sum()
     return total, *(value.new_empty(0) if t is None else t for t in formed), value
@@ -103,7 +105,7 @@ def _sum_bwd(
         a = weighted(u, y, 1.0, value.dtype)
         return _loop(rows, w, x, b, y, *teacher, a, missing, **options)[1:]
 
-    out = settled(wanted, (w, x, b), (dw, dx, db), d_loss, late)
+    out = settled(wanted, (w, x, b), (dw, dx, db), d_loss, late, y, **options)
     return *out, (d_loss * value).to(u.dtype) if wanted[3] and u is not None else None
 
 
@@ -139,10 +141,25 @@ _PASSES: dict[Any, Rows] = {"reference": rows_ref, "triton": rows_triton}
 
 
 def _flops(
+    w: Any, x: Any, b: Any, y: Any, teacher_w: Any, *_: Any, out_shape: Any, wanted: Any = (),
+    **__: Any,
+) -> int:  # fmt: skip
+    formed = 0 if is_kept(out_shape[1]) else sum(wanted[:2])
+    return 2 * x[0] * w[0] * (w[1] * (1 + formed) + _columns(teacher_w))
+
+
+def _columns(teacher_w: Any) -> int:
+    return 0 if teacher_w is None else teacher_w[1]
+
+
+def _sum_bwd_flops(d: Any, w: Any, x: Any, *a: Any, wanted: Any, **_: Any) -> int:
+    return 2 * x[0] * w[0] * w[1] * sum(wanted[:2]) if is_kept(a[7]) else 0
+
+
+def _rows_flops(
     w: Any, x: Any, b: Any, y: Any, teacher_w: Any, *_: Any, wanted: Any = (), **__: Any
 ) -> int:
-    teacher = 0 if teacher_w is None else teacher_w[1]
-    return 2 * x[0] * w[0] * (w[1] * (1 + sum(wanted[:2])) + teacher)
+    return 2 * x[0] * w[0] * (w[1] * (1 + sum(wanted[:2])) + _columns(teacher_w))
 
 
 def _sum_fake(
@@ -157,12 +174,12 @@ def _sum_fake(
 
 _sum = head_rule(
     "fused_linear_divergence", _PASSES, _sum_fwd, _sum_bwd, outputs=1, fake=_sum_fake,
-    flops=(_flops, lambda *_, **__: 0), more=("u",),
+    flops=(_flops, _sum_bwd_flops), more=("u",),
 )  # fmt: skip
 _per_row = head_rule(
     "fused_linear_divergence_rows", _PASSES, _rows_fwd, _rows_bwd, outputs=1,
     fake=lambda w, x, b, y, *_, compute, **__: (y.new_empty(y.shape, dtype=wide(compute)),),
-    flops=(lambda *a, **_: _flops(*a), lambda d, *a, **how: _flops(*a, **how)),
+    flops=(lambda *a, **_: _rows_flops(*a), lambda d, *a, **how: _rows_flops(*a, **how)),
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from liger_fn._check import check_same_shape, check_tensors
 from liger_fn._launch import fresh, launch, row_tile, rows_of, tl, triton
-from liger_fn._math import rounded, up, wide
+from liger_fn._math import normal_cdf_of_half, rounded, up, wide
 from liger_fn._vjp import custom_vjp
 
 # -- reference -------------------------------------------------------------------------------------
@@ -94,6 +94,9 @@ def _act(g, ACT: tl.constexpr):
         y = tl.where(g < 0.0, 0.0, g * g)  # NaN stays NaN
     elif ACT == "gelu_none":
         y = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    elif ACT == "gelu_none_of_half":
+        cdf, _ = normal_cdf_of_half(g)
+        y = g * cdf
     else:
         y = g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
     return y
@@ -111,6 +114,9 @@ def _act_slope(g, ACT: tl.constexpr):
     elif ACT == "gelu_none":
         cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
         slope = cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
+    elif ACT == "gelu_none_of_half":
+        cdf, e = normal_cdf_of_half(g)
+        y, slope = g * cdf, cdf + g * e * 0.3989422804014327
     else:  # both from one exponential
         u2 = 1.5957691216057308 * (g + 0.044715 * g * g * g)
         e = tl.exp(-tl.abs(u2))
@@ -164,12 +170,16 @@ def _bwd_kernel(
         tl.store(dup_ptr + row * d_stride + first + col, dy * y, mask)
 
 
-def _tiling(m: int, n: int, *strides: int) -> tuple[int, int, int, dict[str, int]]:
-    """Rows, their length, blocks in each, tile; rows that lie side by side are one long row."""
+def _tiling(
+    act: str, m: int, n: int, strides: tuple[int, ...], *tensors: Tensor | None
+) -> tuple[int, int, int, dict[str, Any]]:
+    """Rows, their length, blocks in each, options; rows that lie side by side are one long row."""
     flat = set(strides) == {n}
-    tile = row_tile(1024 if flat else n, 1024, 256)  # nothing to compile for a new m
+    # nothing to compile for a new m
+    tile = row_tile(1024 if flat else n, 1024, 512 if act == "gelu_none" else 256)
     m, n = (1, m * n) if flat else (m, n)
-    return m, n, -(-n // tile["BLOCK"]), tile
+    half = act == "gelu_none" and all(t is None or t.element_size() == 2 for t in tensors)
+    return m, n, -(-n // tile["BLOCK"]), {"ACT": act + "_of_half" * half, **tile}
 
 
 def _fwd_triton(gate: Tensor, up: Tensor | None, *, act: str) -> tuple[Tensor]:
@@ -178,8 +188,8 @@ def _fwd_triton(gate: Tensor, up: Tensor | None, *, act: str) -> tuple[Tensor]:
     y = fresh(gate, dtype)
     gate, up = rows_of(gate, n), None if up is None else rows_of(up, n)
     apart = gate.stride(0), gate.stride(0) if up is None else up.stride(0)
-    m, n, blocks, tile = _tiling(gate.shape[0], n, *apart)
-    launch(_fwd_kernel, (m * blocks,), gate, up, y, n, blocks, *apart, ACT=act, **tile)
+    m, n, blocks, how = _tiling(act, gate.shape[0], n, apart, gate, up)
+    launch(_fwd_kernel, (m * blocks,), gate, up, y, n, blocks, *apart, **how)
     return (y,)
 
 
@@ -190,8 +200,8 @@ def _launch_bwd(
     n = gate.shape[-1]
     dy, gate, up = dy.contiguous(), rows_of(gate, n), None if up is None else rows_of(up, n)
     apart = gate.stride(0), gate.stride(0) if up is None else up.stride(0), d_stride
-    m, n, blocks, tile = _tiling(gate.shape[0], n, *apart)
-    launch(_bwd_kernel, (m * blocks,), dy, gate, up, dgate, dup, n, blocks, *apart, ACT=act, **tile)
+    m, n, blocks, how = _tiling(act, gate.shape[0], n, apart, gate, dup)
+    launch(_bwd_kernel, (m * blocks,), dy, gate, up, dgate, dup, n, blocks, *apart, **how)
 
 
 def _bwd_triton(

@@ -156,12 +156,18 @@ def _vespo_weight(u: Tensor, a: Tensor, live: Tensor, o: Options) -> Tensor:
 def grpo_reduced(terms: Terms, o: Options) -> Tensor:
     """The loss, from its terms."""
     each, live = terms.each, terms.live
-    b, n = live.shape[0], live.sum(-1)
+    n = grpo_count(live, o) if o.n_valid is None else o.n_valid
     if o.loss_type in ("grpo", "sapo"):
-        each = masked(each, live).sum(-1) / n.clamp(min=1)
-        return mean(each, None, o.n_valid, b)
-    whole = {"dr_grpo": b * live.shape[1], "luspo": b}.get(o.loss_type, n.sum())
-    return mean(each, live, o.n_valid, whole)
+        each = masked(each, live).sum(-1) / live.sum(-1).clamp(min=1)
+        return mean(each, None, n, n)
+    return mean(each, live, n, n)
+
+
+def grpo_count(live: Tensor, o: Options) -> float | Tensor:
+    """What a loss divides by unless it is told."""
+    b, t = live.shape
+    own = {"grpo": b, "sapo": b, "luspo": b, "dr_grpo": b * t}
+    return own[o.loss_type] if o.loss_type in own else live.sum()
 
 
 def grpo_metrics(loss: Tensor, terms: Terms, entropy: Tensor, o: Options) -> GRPOMetrics:

@@ -1,8 +1,10 @@
 """The two rules over a row pass: a cross entropy that is a sum, and results per row.
 
 A sum forms dw, dx and db in its forward pass, while a chunk of logits is at hand, with the weights
-of the rows as coefficients: 3 products. Its pullback scales them. Losses per row do not know their
-coefficients before backward, and form all of it there from new logits: 4 products.
+of the rows as coefficients: 3 products. Its pullback scales them. Where all rows are one chunk that
+would be a pass over the whole of dw: forward keeps dz, and the pullback scales x on its way into
+dw, and dx. Losses per row do not know their coefficients before backward, and form all of it there
+from new logits: 4 products.
 """
 
 import math
@@ -14,9 +16,17 @@ import torch
 from torch import Tensor
 
 from liger_fn._math import wide
-from liger_fn._vjp import custom_vjp, tracked
+from liger_fn._vjp import custom_vjp
 from liger_fn.ops._ce import Row
-from liger_fn.ops._chunked import Rows, dx_dtype, head_loop, plan
+from liger_fn.ops._chunked import (
+    Rows,
+    dx_dtype,
+    head_loop,
+    kept_products,
+    operand_dtype,
+    plan,
+    scaled,
+)
 from liger_fn.ops._vocab_parallel import on_shard
 
 
@@ -24,13 +34,14 @@ def _loop(
     rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, class_weight: Tensor | None,
     a: Tensor | None, e: Tensor | None, wanted: tuple[bool, ...], *,
     ignore_index: int, label_smoothing: float, logit_scale: float, softcap: float | None,
-    chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
+    chunk: int, compute: torch.dtype, accum_dtype: torch.dtype, keep: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     row = Row(ignore_index, label_smoothing, logit_scale, softcap)
     return head_loop(
         partial(rows, class_weight=class_weight, row=row), w, x, b, y, (a, e),
         ignore_index=ignore_index, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
         wanted=wanted[:3],  # type: ignore[arg-type]  # three of them
+        keep=keep,
     )  # fmt: skip
 
 
@@ -54,7 +65,7 @@ def _sum_fwd(
     (nll, zsq, correct), dw, dx, db = _loop(
         rows, w, x, b, y, class_weight, weighted(u, y, 1.0, dtype), weighted(u, y, z_loss, dtype),
         wanted, ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale,
-        softcap=softcap, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
+        softcap=softcap, chunk=chunk, compute=compute, accum_dtype=accum_dtype, keep=True,
     )  # fmt: skip
     sums = [(t if u is None else t * u).sum() for t in (nll, zsq)]
     formed = (nll.new_empty(0) if t is None else t for t in (dw, dx, db))
@@ -75,7 +86,7 @@ def _sum_bwd(
         a, e = (weighted(u, y, c, nll.dtype) for c in ones)
         return _loop(rows, w, x, b, y, class_weight, a, e, missing, **options)[1:]
 
-    out = settled(wanted, (w, x, b), (dw, dx, db), scale, late)
+    out = settled(wanted, (w, x, b), (dw, dx, db), scale, late, y, **options)
     du = None
     if wanted[3] and u is not None:
         terms = (c * t for c, t in ((c_nll, nll), (c_zsq, zsq)) if c is not None)
@@ -86,38 +97,36 @@ def _sum_bwd(
 
 def settled(
     wanted: Sequence[bool], primals: Sequence[Tensor | None], formed: Sequence[Tensor],
-    scale: Tensor | None, late: Callable[[tuple[bool, ...]], Sequence[Tensor | None]],
+    scale: Tensor | None, late: Callable[[tuple[bool, ...]], Sequence[Tensor | None]], y: Tensor, *,
+    ignore_index: int, compute: torch.dtype, **_: Any,
 ) -> list[Tensor | None]:  # fmt: skip
-    """What forward formed, times `scale`; what it did not form (without a scale: all) is `late`."""
+    """What forward formed, times `scale`; the products of a dz that it kept; the rest is `late`.
+
+    Without a scale all is late.
+    """
+    out: list[Tensor | None] = [None] * 3
+    if scale is not None and is_kept(formed[0].shape):
+        w, x, _b = primals
+        live = y != ignore_index
+        out[:2] = kept_products(formed[0], scale, w, x, live, compute, wanted)  # type: ignore[arg-type]  # w and x exist
     missing = [
-        want and (scale is None or t is None or g.shape != t.shape)
-        for want, t, g in zip(wanted, primals, formed, strict=False)
+        want and g is None and (scale is None or t is None or f.shape != t.shape)
+        for want, g, t, f in zip(wanted, out, primals, formed, strict=False)
     ]
     found: Sequence[Tensor | None] = formed
     if any(missing):
         every = zip(missing, late(tuple(missing)), formed, strict=True)
         found = [g if is_late else t for is_late, g, t in every]
     return [
-        _scaled(g, scale, t.dtype) if want and t is not None and g is not None else None
-        for want, g, t in zip(wanted, found, primals, strict=False)
-    ]
+        done if done is not None
+        else scaled(g, scale, t.dtype) if want and t is not None and g is not None
+        else None
+        for done, want, g, t in zip(out, wanted, found, primals, strict=False)
+    ]  # fmt: skip
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
-
-
-def _scaled(g: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """scale * g in `dtype`, in one pass where nobody differentiates it.
-
-    g may be (v, d) in float32.
-    """
-    if scale is None:
-        return g.to(dtype)
-    if tracked():
-        return (g * scale).to(dtype)
-    # one axis, so that a float32 scale is not rounded to a half g first
-    return torch.mul(g, scale.view(1), out=torch.empty_like(g, dtype=dtype))
 
 
 def _loss_bwd(rows: Rows, d_loss: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
@@ -160,30 +169,32 @@ def primal_dtypes(
     )
 
 
-def _products(w: Any, x: Any, n: int) -> int:
+def _operations(w: Any, x: Any, n: int) -> int:
     return 2 * x[0] * w[0] * w[1] * n
 
 
-def _fwd_flops(w: Any, x: Any, *_: Any, wanted: Any = (), **__: Any) -> int:
-    return _products(w, x, 1 + sum(wanted[:2]))
+def formed_flops(
+    w: Any, x: Any, *_: Any, out_shape: Any, wanted: Any = (), at: int = 4, **__: Any
+) -> int:
+    """Operations of a forward pass whose output `at` is dw, or the dz that it keeps."""
+    return _operations(w, x, 1 if is_kept(out_shape[at]) else 1 + sum(wanted[:2]))
 
 
-def _loss_flops(d_loss: Any, *_: Any, **__: Any) -> int:
-    return 0  # formed in forward
+def is_kept(dw: Any) -> bool:
+    """Whether this is the shape of a dz in place of dw."""
+    return len(dw) == 1 and dw[0] > 0
+
+
+def _loss_flops(d_loss: Any, w: Any, x: Any, *a: Any, wanted: Any = (), **_: Any) -> int:
+    return _operations(w, x, sum(wanted[:2])) if is_kept(a[7]) else 0
 
 
 def _late_flops(
-    d_loss: Any,
-    d_nll: Any,
-    d_zsq: Any,
-    d_correct: Any,
-    w: Any,
-    x: Any,
-    *_: Any,
-    wanted: Any = (),
-    **__: Any,
-) -> int:
-    return 0 if d_nll is None and d_zsq is None else _products(w, x, 1 + sum(wanted[:2]))
+    d_loss: Any, d_nll: Any, d_zsq: Any, d_correct: Any, w: Any, x: Any, *a: Any, wanted: Any = (),
+    **_: Any,
+) -> int:  # fmt: skip
+    late = d_nll is not None or d_zsq is not None
+    return _operations(w, x, late + sum(wanted[:2])) if late or is_kept(a[4]) else 0
 
 
 def formed_fake(
@@ -191,13 +202,18 @@ def formed_fake(
     accum_dtype: torch.dtype, wanted: Sequence[bool], heads: int = 1,
 ) -> list[Tensor]:  # fmt: skip
     """Shapes of dw, dx and db as forward forms them; those that nobody wants are empty."""
-    _, sums = plan(math.prod(x.shape[:-1]), w, heads, chunk, compute, accum_dtype, wanted[0])
+    m = math.prod(x.shape[:-1])
+    _, sums, keep = plan(m, w, heads, chunk, compute, accum_dtype, wanted[0])
     dtype = wide(compute)
     kinds = (sums, dx_dtype(x, compute), dtype)
-    return [
+    formed = [
         w.new_empty(t.shape if want and t is not None else (0,), dtype=kind if want else dtype)
         for want, t, kind in zip(wanted, (w, x, b), kinds, strict=False)
     ]
+    if keep:
+        dz = w.new_empty(m * w.shape[0], dtype=operand_dtype(compute, x.device))
+        formed[:2] = dz, w.new_empty(0, dtype=dtype)
+    return formed
 
 
 def _sum_fake(
@@ -234,7 +250,7 @@ def sum_rule(name: str, passes: dict[Any, Rows], shard: bool = False) -> Callabl
     """(w, x, b, y, class_weight, u) to the sum of u * (nll + z_loss * zsq)."""
     return head_rule(
         name, passes, _sum_fwd, _loss_bwd, outputs=1, fake=_sum_fake,
-        flops=(_fwd_flops, _loss_flops), more=("u",), shard=shard,
+        flops=(formed_flops, _loss_flops), more=("u",), shard=shard,
     )  # fmt: skip
 
 
@@ -242,7 +258,7 @@ def stats_rule(name: str, passes: dict[Any, Rows], shard: bool = False) -> Calla
     """The same, the sums of its two terms, and which rows have y as their argmax."""
     return head_rule(
         name, passes, _sum_fwd, _sum_bwd, outputs=4, fake=_sum_fake,
-        flops=(_fwd_flops, _late_flops), more=("u",), shard=shard,
+        flops=(formed_flops, _late_flops), more=("u",), shard=shard,
     )  # fmt: skip
 
 
@@ -260,10 +276,10 @@ def rows_rule(
         return tuple(y.new_empty(y.shape, dtype=kind) for kind in kinds)
 
     def fwd_flops(w: Any, x: Any, *_: Any, **__: Any) -> int:
-        return _products(w, x, 1)
+        return _operations(w, x, 1)
 
     def bwd_flops(*a: Any, wanted: Any, **_: Any) -> int:
-        return _products(a[outputs], a[outputs + 1], 1 + sum(wanted[:2]))
+        return _operations(a[outputs], a[outputs + 1], 1 + sum(wanted[:2]))
 
     flops = (fwd_flops, bwd_flops)
     return head_rule(name, passes, fwd, bwd, outputs=outputs, fake=fake, flops=flops, shard=shard)

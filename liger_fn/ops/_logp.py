@@ -208,7 +208,7 @@ def logp_loop(
     row_args: tuple[Tensor | None, ...], wanted: tuple[bool, ...], *,
     ignore_index: int, logit_scale: float, softcap: float | None, temperature: float, chunk: int,
     compute: torch.dtype, accum_dtype: torch.dtype,
-    chunks: Callable[[int], Sequence[Chunk]] | None = None,
+    chunks: Callable[[int], Sequence[Chunk]] | None = None, keep: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The loop over chunks of a head, with a row pass of log-probabilities."""
     row = Row(ignore_index, 0.0, logit_scale, softcap)
@@ -216,11 +216,9 @@ def logp_loop(
         partial(rows, row=row, temperature=temperature), w, x, b, y, row_args,
         ignore_index=ignore_index, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
         wanted=wanted,  # type: ignore[arg-type]  # three of them
-        chunks=chunks,
+        chunks=chunks, keep=keep,
     )  # fmt: skip
 
 
-def logp_passes(stats: bool) -> dict[Any, Rows]:
-    """The row pass on each backend, of logp alone or with its statistics."""
-    both = {"reference": _rows_ref, "triton": _rows_triton}
-    return {backend: partial(rows, stats=stats) for backend, rows in both.items()}
+# the row pass on each backend; `stats` says whether of logp alone or with its statistics
+LOGP_PASSES: dict[Any, Rows] = {"reference": _rows_ref, "triton": _rows_triton}

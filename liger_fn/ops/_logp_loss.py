@@ -5,9 +5,10 @@ gradients are formed in the forward pass, as those of a cross entropy are:
 
     z = x w^T + b    logp = z[y] - lse    c = df / dlogp    dz = c * (onehot(y) - p)    dx, dw, db
 
-one row pass gives logp, plain torch differentiates f for c, a number for each token, and a second
-row pass turns z into dz: 3 products. Beyond that `fused_linear_logp` goes over the tokens twice: 4
-products, in a memory that does not grow with the length of a sequence.
+one row pass gives logp (and, if asked, the entropy), plain torch differentiates f for c, a number
+for each token, and a second row pass turns z into dz: 3 products. Beyond that `fused_linear_logp`
+goes over the tokens twice: 4 products, in a memory that does not grow with the length of a
+sequence.
 
 On a shard of the vocabulary each row pass gathers its statistics over the ranks: two exchanges a
 chunk, one without gradients. What follows from logp is alike on all ranks.
@@ -27,11 +28,11 @@ from liger_fn._math import wide
 from liger_fn._vjp import derivative, plain
 from liger_fn.ops._chunked import Chunk, Rows, chunk_size, product_dtype
 from liger_fn.ops._collectives import shard_of
-from liger_fn.ops._linear_rules import formed_fake, head_rule, settled
-from liger_fn.ops._logp import logp_loop, logp_passes
+from liger_fn.ops._linear_rules import formed_fake, head_rule, is_kept, settled
+from liger_fn.ops._logp import LOGP_PASSES, logp_loop
 from liger_fn.ops._sequences import Head
-from liger_fn.ops._vocab_parallel import logp_rows, passes
-from liger_fn.ops.fused_linear_logp import fused_linear_logp
+from liger_fn.ops._vocab_parallel import LOGP_SHARD
+from liger_fn.ops.fused_linear_logp import fused_linear_logp, fused_linear_logp_with_stats
 
 # (logp (n, t), y (n, t), *tensors, **options) to a sum over sequences: plain torch. Tensors are
 # None, a scalar, or something for each of the n sequences
@@ -52,9 +53,12 @@ def algebra(name: str, together: int) -> Callable[[Algebra], Algebra]:
 
 def logp_loss(
     name: str, w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head,
-    *tensors: Tensor | None, **options: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the loss of that name, with gradients for w, x and b, and logp without any."""
+    *tensors: Tensor | None, entropy: bool = False, **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the loss of that name, with gradients for w, x and b; logp and the entropy without.
+
+    The entropy is empty unless asked for.
+    """
     f, together = _ALGEBRA[name]
     compute, widest = product_dtype(w, x, b), w.shape[0]
     shard: dict[str, Any] = {}
@@ -67,13 +71,17 @@ def logp_loss(
     if 0 < together * y.shape[1] <= fit and y.shape[0] > 0 and not plain():
         how = {**head._asdict(), "chunk": fit if shard else head.chunk or 0}  # alike on all ranks
         del how["group"]
-        loss, logp = _rules[1 if shard else 0](
+        loss, *found = _rules[1 if shard else 0](
             w, x, b, y.long(), *tensors, loss=_spell(name, tuple(options.items())),
-            compute=compute, **how, **shard,
+            entropy=entropy, compute=compute, **how, **shard,
         )  # fmt: skip
-        return loss, logp.detach()
-    logp = fused_linear_logp(w, x, y, b=b, **head._asdict())
-    return f(logp, y, *tensors, **options), logp.detach()
+        return loss, found[0].detach(), found[1].detach()
+    if entropy:
+        logp, each, *_ = fused_linear_logp_with_stats(w, x, y, b=b, **head._asdict())
+    else:
+        logp = fused_linear_logp(w, x, y, b=b, **head._asdict())
+        each = logp.new_empty(0)
+    return f(logp, y, *tensors, **options), logp.detach(), each.detach()
 
 
 @algebra("pairs", together=2)
@@ -115,7 +123,8 @@ def _fwd(
     rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, t0: Tensor | None,
     t1: Tensor | None, t2: Tensor | None, t3: Tensor | None, *,
     loss: str, ignore_index: int, logit_scale: float, softcap: float | None, temperature: float,
-    chunk: int, compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
+    chunk: int, compute: torch.dtype, accum_dtype: torch.dtype, entropy: bool,
+    wanted: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     f, together = _read(loss)
     n, t = y.shape
@@ -124,24 +133,26 @@ def _fwd(
     def both(
         z: Tensor, y: Tensor, sequence: Tensor, gradient: bool, **row: Any
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        (logp,), _ = rows(z, y, None, False, **row)
+        (logp, *more), _ = rows(z, y, None, False, stats=entropy, **row)
+        found = (logp, *more[:1])
         if not gradient:
-            return (logp,), None
+            return found, None
         at = sequence[::t]
         own = (e[at] if e is not None and e.dim() else e for e in tensors)
         c = derivative(f, logp.view(-1, t), y.view(-1, t), *own)
-        return (logp,), rows(z, y, c.reshape(-1), True, **row)[1]
+        return found, rows(z, y, c.reshape(-1), True, stats=False, **row)[1]
 
     sequence = torch.arange(n, device=y.device).repeat_interleave(t)
-    (logp,), dw, dx, db = logp_loop(
+    (logp, *more), dw, dx, db = logp_loop(
         both, w, x.reshape(n * t, -1), b, y.reshape(-1), (sequence,), wanted,
         ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
         temperature=temperature, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
-        chunks=functools.partial(_whole, n // together, together, t),
+        chunks=functools.partial(_whole, n // together, together, t), keep=True,
     )  # fmt: skip
     logp = logp.view(n, t)
+    each = more[0].view(n, t) if more else None
     dx = None if dx is None else dx.view(x.shape)
-    formed = (logp.new_empty(0) if g is None else g for g in (dw, dx, db))
+    formed = (logp.new_empty(0) if g is None else g for g in (each, dw, dx, db))
     return f(logp, y, *tensors), logp, *formed
 
 
@@ -159,12 +170,12 @@ def _whole(groups: int, together: int, t: int, at_once: int) -> list[Chunk]:
 
 
 def _bwd(
-    rows: Rows, d_loss: Tensor | None, d_logp: Tensor | None, w: Tensor, x: Tensor,
+    rows: Rows, d_loss: Tensor | None, d_logp: Tensor | None, d_entropy: None, w: Tensor, x: Tensor,
     b: Tensor | None, y: Tensor, t0: Tensor | None, t1: Tensor | None, t2: Tensor | None,
     t3: Tensor | None, dw: Tensor, dx: Tensor, db: Tensor, *,
-    loss: str, wanted: tuple[bool, ...], **options: Any,
+    loss: str, entropy: bool, wanted: tuple[bool, ...], **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    scale = d_loss if d_logp is None else None
+    scale, rows = d_loss if d_logp is None else None, functools.partial(rows, stats=False)
 
     def late(missing: tuple[bool, ...]) -> Sequence[Tensor | None]:
         flat, of = x.reshape(y.numel(), -1), y.reshape(-1)
@@ -175,34 +186,39 @@ def _bwd(
         _, *found = logp_loop(rows, w, flat, b, of, (c.reshape(-1),), missing, **options)
         return [g if i != 1 or g is None else g.view(x.shape) for i, g in enumerate(found)]
 
-    return tuple(settled(wanted, (w, x, b), (dw, dx, db), scale, late))
+    return tuple(settled(wanted, (w, x, b), (dw, dx, db), scale, late, y, **options))
 
 
 def _fake(
     w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *tensors: Any, chunk: int,
-    compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...], **_: Any,
+    compute: torch.dtype, accum_dtype: torch.dtype, entropy: bool, wanted: tuple[bool, ...],
+    **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    dtype = wide(compute)
     formed = formed_fake(w, x, b, chunk, compute, accum_dtype, wanted)
-    return x.new_empty((), dtype=dtype), y.new_empty(y.shape, dtype=dtype), *formed
+    shapes = (), y.shape, y.shape if entropy else (0,)
+    return *(x.new_empty(shape, dtype=wide(compute)) for shape in shapes), *formed
 
 
-def _flops(w: Any, x: Any, *_: Any, wanted: Any = (), **__: Any) -> int:
-    return 2 * x[0] * x[1] * w[0] * w[1] * (1 + sum(wanted[:2]))
+def _flops(w: Any, x: Any, *_: Any, out_shape: Any, wanted: Any = (), **__: Any) -> int:
+    return 2 * x[0] * x[1] * w[0] * w[1] * (1 if is_kept(out_shape[3]) else 1 + sum(wanted[:2]))
 
 
-def _late_flops(d_loss: Any, d_logp: Any, w: Any, x: Any, *_: Any, wanted: Any, **__: Any) -> int:
-    return 0 if d_logp is None else _flops(w, x, wanted=wanted)
+def _late_flops(
+    d_loss: Any, d_logp: Any, d_entropy: Any, w: Any, x: Any, *a: Any, wanted: Any, **_: Any
+) -> int:
+    late = 2 if d_logp is not None else 0
+    products = late + sum(wanted[:2]) if late or is_kept(a[6]) else 0
+    return 2 * x[0] * x[1] * w[0] * w[1] * products
 
 
 def _rule(name: str, rows: dict[Any, Rows], shard: bool = False) -> Callable[..., Any]:
     return head_rule(
-        name, rows, _fwd, _bwd, outputs=2, fake=_fake, flops=(_flops, _late_flops), shard=shard
+        name, rows, _fwd, _bwd, outputs=3, fake=_fake, flops=(_flops, _late_flops), shard=shard
     )
 
 
 # of all columns, and of a shard of them
 _rules = (
-    _rule("logp_loss", logp_passes(False)),
-    _rule("logp_loss_shard", passes(logp_rows, stats=False), shard=True),
+    _rule("logp_loss", LOGP_PASSES),
+    _rule("logp_loss_shard", LOGP_SHARD, shard=True),
 )

@@ -25,32 +25,33 @@ CASTINGS = ("llama", "gemma", "none")
 
 
 @triton.jit
-def _row(x_ptr, residual_ptr, at, mask):
-    """Entries of x, or of x + residual, rounded as torch rounds a sum."""
+def _row(x_ptr, residual_ptr, s_ptr, at, mask):
+    """Entries of x, or of x + residual, rounded as torch rounds a sum, and stored if asked."""
     x = tl.load(x_ptr + at, mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask, other=0.0)
         s = up(x) + up(residual)  # of two dtypes: in float32 or float64, as it stands
         x = s.to(x.dtype) if x.dtype == residual.dtype else s
+    if s_ptr is not None:
+        tl.store(s_ptr + at, x, mask)
     return x
 
 
 @triton.jit
 def _fwd_kernel(
-    x_ptr, residual_ptr, w_ptr, s_ptr, y_ptr, rstd_ptr, n, per_group,
-    EPS: tl.constexpr, OFFSET: tl.constexpr, CASTING: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, w_ptr, s_ptr, y_ptr, rstd_ptr, n, per_group, EPS: tl.constexpr,
+    OFFSET: tl.constexpr, CASTING: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    shared = (tl.program_id(0) // per_group).to(tl.int64) * n
     row = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, BLOCK)
+    start, col = row * n, tl.arange(0, BLOCK)
     t: tl.constexpr = x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
-    x = tl.zeros((BLOCK,), t)
-    squares = tl.zeros((BLOCK,), rstd_ptr.dtype.element_ty)
-    for k in range(0, n, BLOCK):
-        mask = k + col < n
-        x = _row(x_ptr, residual_ptr, row * n + k + col, mask)
-        if s_ptr is not None:
-            tl.store(s_ptr + row * n + k + col, x, mask)
-        squares += rounded(up(x) * up(x), t) if CASTING == "none" else up(x) * up(x)
+    x = _row(x_ptr, residual_ptr, s_ptr, start + col, col < n)
+    squares = _square(x, CASTING, t)
+    if not ONE:
+        for k in range(BLOCK, n, BLOCK):
+            at = k + col
+            squares += _square(_row(x_ptr, residual_ptr, s_ptr, start + at, at < n), CASTING, t)
     mean = tl.sum(squares) / n
     if CASTING == "none":  # plain torch in the dtype of x rounds after every step
         rstd = 1.0 / tl.sqrt(rounded(rounded(mean, t) + EPS, t))
@@ -58,17 +59,33 @@ def _fwd_kernel(
     else:
         rstd = 1.0 / tl.sqrt(mean + EPS)
     tl.store(rstd_ptr + row, rstd)
-    last = (n - 1) // BLOCK * BLOCK
-    for k in range(0, n, BLOCK):  # from the last block, still in registers, down to the first
-        at = last - k + col
-        y = up(x) * rstd
-        if CASTING != "gemma":
-            y = rounded(y, t)
-        if w_ptr is not None:
-            w = tl.load(w_ptr + row // per_group * n + at, at < n, other=0.0)
-            y = y * (up(w) + OFFSET if CASTING == "gemma" else rounded(up(w) + OFFSET, w.dtype))
-        tl.store(y_ptr + row * n + at, y, at < n)
-        x = _row(x_ptr, residual_ptr, row * n + at - BLOCK, at >= BLOCK)
+    if ONE:
+        _store_row(x, rstd, w_ptr, y_ptr + start, shared, col, n, OFFSET, CASTING, t)
+    else:
+        last = (n - 1) // BLOCK * BLOCK
+        for k in range(0, n, BLOCK):  # from the last block, which the caches hold, to the first
+            at = last - k + col
+            x = _row(x_ptr, residual_ptr, None, start + at, at < n)
+            _store_row(x, rstd, w_ptr, y_ptr + start, shared, at, n, OFFSET, CASTING, t)
+
+
+@triton.jit
+def _square(x, CASTING: tl.constexpr, t: tl.constexpr):
+    return rounded(up(x) * up(x), t) if CASTING == "none" else up(x) * up(x)
+
+
+@triton.jit
+def _store_row(
+    x, rstd, w_ptr, y_ptr, shared, col, n, OFFSET: tl.constexpr, CASTING: tl.constexpr,
+    t: tl.constexpr,
+):  # fmt: skip
+    y = up(x) * rstd
+    if CASTING != "gemma":
+        y = rounded(y, t)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + shared + col, col < n, other=0.0)
+        y = y * (up(w) + OFFSET if CASTING == "gemma" else rounded(up(w) + OFFSET, w.dtype))
+    tl.store(y_ptr + col, y, col < n)
 
 
 @triton.jit
@@ -138,11 +155,11 @@ def fwd_triton(
         s = fresh(x, dtype)
     product = dtype if w is None or casting == "gemma" else torch.promote_types(dtype, w.dtype)
     y, rstd = fresh(x, product), fresh_rows(x, wide(dtype))
-    m = rstd.numel()
+    m, tile = rstd.numel(), row_tile(n, 16384, 1024)
     launch(
         _fwd_kernel, (m,), x.contiguous(), contiguous(residual), by_group(w, groups), s, y, rstd,
         n, m // (groups or 1), EPS=eps, OFFSET=offset, CASTING=casting,
-        **row_tile(n, 16384, 1024, 8),
+        ONE=n <= tile["BLOCK"], **tile,
     )  # fmt: skip
     return (y, rstd) if s is None else (y, s, rstd)
 

@@ -24,6 +24,7 @@ from liger_fn._launch import rows_of
 from liger_fn._math import wide
 from liger_fn._vjp import custom_vjp, tracked
 from liger_fn.ops._ce import Row
+from liger_fn.ops._chunked import Rows
 from liger_fn.ops._collectives import Shard, gathered, summed
 from liger_fn.ops._vocab_rows import (
     gradient_ref,
@@ -253,9 +254,9 @@ def logp_rows(
 # -- rules of a head become rules of its shard -----------------------------------------------------
 
 
-def passes(rows: Callable[..., Any], **options: Any) -> dict[Any, Callable[..., Any]]:
-    """A row pass on each backend, with these options."""
-    return {backend: partial(rows, backend, **options) for backend in _KERNELS}
+# row passes on each backend
+CE_SHARD: dict[Any, Rows] = {kind: partial(ce_rows, kind) for kind in _KERNELS}
+LOGP_SHARD: dict[Any, Rows] = {kind: partial(logp_rows, kind) for kind in _KERNELS}
 
 
 def on_shard(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ from liger_fn.ops._ce_row import ce_pull, ce_row, ce_store_gradient
 from liger_fn.ops._chunked import check_head, chunk_size, product_dtype
 from liger_fn.ops._collectives import Vocab, check_class_weight, shard_of
 from liger_fn.ops._linear_rules import ce_rows_rule, stats_rule, sum_rule
-from liger_fn.ops._vocab_parallel import ce_rows, passes
+from liger_fn.ops._vocab_parallel import CE_SHARD
 
 # -- reference: the row pass in plain torch; the rest is the loop of _chunked ----------------------
 
@@ -110,16 +110,15 @@ def _rows_triton(
 # -- rule ------------------------------------------------------------------------------------------
 
 _PASSES = {"reference": _rows_ref, "triton": _rows_triton}
-_SHARD = passes(ce_rows)
 # of all columns, and of a shard of them
-_loss = sum_rule("fused_linear_ce", _PASSES), sum_rule("fused_linear_ce_shard", _SHARD, True)
+_loss = sum_rule("fused_linear_ce", _PASSES), sum_rule("fused_linear_ce_shard", CE_SHARD, True)
 _stats = (
     stats_rule("fused_linear_ce_stats", _PASSES),
-    stats_rule("fused_linear_ce_stats_shard", _SHARD, True),
+    stats_rule("fused_linear_ce_stats_shard", CE_SHARD, True),
 )
 _per_row = (
     ce_rows_rule("fused_linear_ce_rows", _PASSES),
-    ce_rows_rule("fused_linear_ce_rows_shard", _SHARD, True),
+    ce_rows_rule("fused_linear_ce_rows_shard", CE_SHARD, True),
 )
 
 

@@ -17,6 +17,7 @@ are float32 (float64 for float64), gradients take the dtypes of w, x and b. Sums
 taken on line (Milakov and Gimelshein, 2018, arXiv:1805.02867), in one pass over its logits.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ from liger_fn._check import check_positive
 from liger_fn.ops._chunked import Rows, check_head, chunk_size, product_dtype
 from liger_fn.ops._collectives import Vocab, shard_of
 from liger_fn.ops._linear_rules import primal_dtypes, rows_rule
-from liger_fn.ops._logp import logp_loop, logp_passes
-from liger_fn.ops._vocab_parallel import logp_rows, passes
+from liger_fn.ops._logp import LOGP_PASSES, logp_loop
+from liger_fn.ops._vocab_parallel import LOGP_SHARD
 
 
 class LogpStats(NamedTuple):
@@ -76,9 +77,10 @@ def _stats_bwd(
 def _rules(name: str, bwd: Any, *, stats: bool, floats: int) -> tuple[Any, Any]:
     """Of all columns, and of a shard of them."""
     kinds: dict[str, Any] = {"floats": floats, "flag": stats}
-    shard = passes(logp_rows, stats=stats)
+    own: dict[Any, Rows] = {kind: partial(f, stats=stats) for kind, f in LOGP_PASSES.items()}
+    shard: dict[Any, Rows] = {kind: partial(f, stats=stats) for kind, f in LOGP_SHARD.items()}
     return (
-        rows_rule(name, logp_passes(stats), _fwd, bwd, **kinds),
+        rows_rule(name, own, _fwd, bwd, **kinds),
         rows_rule(f"{name}_shard", shard, _fwd, bwd, **kinds, shard=True),
     )
 

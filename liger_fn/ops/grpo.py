@@ -11,22 +11,26 @@ any arithmetic; exponents stop at 60. Shao et al., 2024, arXiv:2402.03300; k3: S
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from liger_fn._math import wide
+from liger_fn.ops._ce import divisor
 from liger_fn.ops._collectives import Vocab
 from liger_fn.ops._grpo import (
     GRPOMetrics,
     Options,
-    Terms,
     check_fused,
     check_logps,
+    grpo_count,
     grpo_metrics,
     grpo_reduced,
     grpo_terms,
 )
-from liger_fn.ops._sequences import Head, Reference, given, head_logp, reference_logp
-from liger_fn.ops.fused_linear_logp import fused_linear_logp_with_stats
+from liger_fn.ops._logp_loss import algebra, logp_loss, whole_logp
+from liger_fn.ops._sequences import Head, Reference, given, reference_logp
 
 
 def grpo_from_logp(
@@ -163,7 +167,7 @@ def grpo_loss(
     References:
         Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300.
     """
-    terms, o, _ = _fused(
+    return _fused(
         "grpo_loss", w, x, y, advantages, b, old_logp,
         Reference(ref_logp, ref_w, ref_x, ref_b),
         Options(
@@ -171,8 +175,7 @@ def grpo_loss(
             vespo_lambda, n_valid, ignore_index,
         ),
         Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group), False,
-    )  # fmt: skip
-    return grpo_reduced(terms, o)
+    )[0]  # fmt: skip
 
 
 def grpo_loss_with_metrics(
@@ -199,27 +202,40 @@ def grpo_loss_with_metrics(
         ValueError: as there.
         TypeError: as there.
     """
-    terms, o, entropy = _fused(
+    o = Options(
+        loss_type, importance, eps_low, eps_high, delta, beta, sapo_temperatures, vespo_k,
+        vespo_lambda, n_valid, ignore_index,
+    )  # fmt: skip
+    loss, logp, entropy, ref_logp = _fused(
         "grpo_loss_with_metrics", w, x, y, advantages, b, old_logp,
-        Reference(ref_logp, ref_w, ref_x, ref_b),
-        Options(
-            loss_type, importance, eps_low, eps_high, delta, beta, sapo_temperatures, vespo_k,
-            vespo_lambda, n_valid, ignore_index,
-        ),
+        Reference(ref_logp, ref_w, ref_x, ref_b), o,
         Head(temperature, softcap, logit_scale, ignore_index, chunk, accum_dtype, group), True,
     )  # fmt: skip
-    return grpo_metrics(grpo_reduced(terms, o), terms, entropy, o)
+    terms = grpo_terms(logp, y, advantages, old_logp, ref_logp, o)
+    return grpo_metrics(loss, terms, entropy, o)
 
 
 def _fused(
     op: str, w: Tensor, x: Tensor, y: Tensor, advantages: Tensor, b: Tensor | None,
-    old_logp: Tensor | None, ref: Reference, o: Options, head: Head, stats: bool,
-) -> tuple[Terms, Options, Tensor]:  # fmt: skip
+    old_logp: Tensor | None, ref: Reference, o: Options, head: Head, entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The loss, then logp, entropy and logp of the reference, without gradients."""
     check_fused(op, w, x, y, advantages, b, old_logp, ref, o, head)
-    ref_logp = reference_logp(ref, y, head) if given(ref) else None
-    if stats:
-        found = fused_linear_logp_with_stats(w, x, y, b=b, **head._asdict())
-        logp, entropy = found.logp, found.entropy
-    else:
-        logp = entropy = head_logp(w, x, y, b, head)
-    return grpo_terms(logp, y, advantages, old_logp, ref_logp, o), o, entropy
+    ref_logp = reference_logp(ref, y, head, whole_logp) if given(ref) else None
+    n = grpo_count(y != o.ignore_index, o) if o.n_valid is None else o.n_valid
+    options = o._asdict()
+    del options["n_valid"]
+    found = logp_loss(
+        "grpo", w, x, y, b, head, advantages, old_logp, ref_logp,
+        divisor(n, x.device, wide(x.dtype)), entropy=entropy, **options,
+    )  # fmt: skip
+    return *found, ref_logp
+
+
+@algebra("grpo", together=1)
+def _loss(
+    logp: Tensor, y: Tensor, advantages: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None,
+    n_valid: Tensor, **options: Any,
+) -> Tensor:  # fmt: skip
+    o = Options(n_valid=n_valid, **options)
+    return grpo_reduced(grpo_terms(logp, y, advantages, old_logp, ref_logp, o), o)

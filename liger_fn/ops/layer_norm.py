@@ -71,25 +71,34 @@ def _bwd_ref(
 @triton.jit
 def _fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, n, per_group,
-    EPS: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    group = (tl.program_id(0) // per_group).to(tl.int64)
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
-    shared = row // per_group * n
-    x, mean, variance = moments(x_ptr + row * n, n, mean_ptr.dtype.element_ty, BLOCK)
+    x_ptr += row * n
+    x, mean, variance = moments(x_ptr, n, mean_ptr.dtype.element_ty, ONE, BLOCK)
     rstd = 1.0 / tl.sqrt(variance + EPS)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
-    last = (n - 1) // BLOCK * BLOCK
-    for k in range(0, n, BLOCK):  # from the last block, still in registers, down to the first
-        at = last - k + col
-        y = (x - mean) * rstd
-        if w_ptr is not None:
-            y *= up(tl.load(w_ptr + shared + at, at < n, other=0.0))
-        if b_ptr is not None:
-            y += up(tl.load(b_ptr + shared + at, at < n, other=0.0))
-        tl.store(y_ptr + row * n + at, y, at < n)
-        x = up(tl.load(x_ptr + row * n + at - BLOCK, at >= BLOCK, other=0.0))
+    if ONE:
+        _store_row(x, mean, rstd, w_ptr, b_ptr, y_ptr + row * n, group * n, col, n)
+    else:
+        last = (n - 1) // BLOCK * BLOCK
+        for k in range(0, n, BLOCK):  # from the last block, which the caches hold, to the first
+            at = last - k + col
+            x = up(tl.load(x_ptr + at, at < n, other=0.0))
+            _store_row(x, mean, rstd, w_ptr, b_ptr, y_ptr + row * n, group * n, at, n)
+
+
+@triton.jit
+def _store_row(x, mean, rstd, w_ptr, b_ptr, y_ptr, shared, col, n):
+    y = (x - mean) * rstd
+    if w_ptr is not None:
+        y *= up(tl.load(w_ptr + shared + col, col < n, other=0.0))
+    if b_ptr is not None:
+        y += up(tl.load(b_ptr + shared + col, col < n, other=0.0))
+    tl.store(y_ptr + col, y, col < n)
 
 
 @triton.jit
@@ -156,9 +165,11 @@ def _fwd_triton(
     n, y = x.shape[-1], fresh(x)
     mean = fresh_rows(x, wide(x.dtype))
     rstd, m = torch.empty_like(mean), mean.numel()
+    one = n <= 16384
+    tile = row_tile(n, 16384, 1024) if one else row_tile(n)
     launch(
         _fwd_kernel, (m,), x.contiguous(), by_group(w, groups), by_group(b, groups), y, mean, rstd,
-        n, m // (groups or 1), EPS=eps, **row_tile(n, 8192, 1024),
+        n, m // (groups or 1), EPS=eps, ONE=one, **tile,
     )  # fmt: skip
     return y, mean, rstd
 

@@ -155,7 +155,7 @@ def pair_loss(
               divisor(nll_n_valid, x.device, dtype))  # fmt: skip
     return logp_loss(
         name, w, x, y, b, head, *counts, ref_logp, ignore_index=head.ignore_index, **options
-    )
+    )[:2]
 
 
 def pair_mean(terms: Tensor, live: Tensor, n_valid: float | Tensor | None) -> Tensor:

@@ -201,7 +201,7 @@ def _fused(
         kl = mismatched_kl(policy, m.y, base, o)
     n = divisor(y.shape[0] if o.n_valid is None else o.n_valid, x.device, wide(x.dtype))
     point = kl if isinstance(kl, Tensor) else x.new_full((), kl or 0.0, dtype=wide(x.dtype))
-    loss, logp = logp_loss(
+    loss, logp, _ = logp_loss(
         "kto", w, x, y, b, head, desirable, ref_logp, point.to(x.device), n,
         **{k: v for k, v in o._asdict().items() if k != "n_valid"},
     )  # fmt: skip
