@@ -1,5 +1,6 @@
 """What torch allocates for tensors, to the byte."""
 
+import gc
 import json
 from collections.abc import Callable
 from itertools import accumulate
@@ -14,6 +15,7 @@ def held(run: Callable[[], object], device: torch.device, folder: Path) -> int:
     """Bytes of tensors at the peak of a run, beyond those that were there."""
     if device.type == "cuda":
         run()  # workspaces of libraries stay
+        gc.collect()  # what earlier tests left in circles must not go in between
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
