@@ -10,10 +10,11 @@ with nll and zsq of a row as in `_ce`, u token_weight. Pullback, dz the pullback
     du = dloss * (nll + z_loss * zsq)
 
 A scalar loss forms dx, dw and db in its forward pass, where a chunk of logits is at hand: 3
-products, and backward only scales them. Gradients that were not formed (an outer transform asks
-late), and those of nll or zsq alone, are formed in backward; so are all with reduction "none": 4
-products. Sums over tokens are float32 (float64 for float64), dx, dw and db take the dtypes of x, w
-and b. Memory: one chunk of logits. Chunked head with gradients in forward: Hsu et al., "Liger
+products, and backward only scales them. Where all tokens are one chunk it keeps dz instead, and
+backward forms dloss * dz w and dz^T (dloss * x). Gradients that were not formed (an outer transform
+asks late), and those of nll or zsq alone, are formed in backward; so are all with reduction "none":
+4 products. Sums over tokens are float32 (float64 for float64), dx, dw and db take the dtypes of x,
+w and b. Memory: one chunk of logits. Chunked head with gradients in forward: Hsu et al., "Liger
 Kernel", 2024, arXiv:2410.10989.
 """
 

@@ -165,12 +165,10 @@ def _fwd_triton(
     n, y = x.shape[-1], fresh(x)
     mean = fresh_rows(x, wide(x.dtype))
     rstd, m = torch.empty_like(mean), mean.numel()
-    tile = row_tile(n, 16384, 1024)
-    one = n <= tile["BLOCK"]
-    tile = tile if one else row_tile(n)
+    tile = row_tile(n, 16384, 1024) if n <= 16384 else row_tile(n)
     launch(
         _fwd_kernel, (m,), x.contiguous(), by_group(w, groups), by_group(b, groups), y, mean, rstd,
-        n, m // (groups or 1), EPS=eps, ONE=one, **tile,
+        n, m // (groups or 1), EPS=eps, ONE=n <= tile["BLOCK"], **tile,
     )  # fmt: skip
     return y, mean, rstd
 
