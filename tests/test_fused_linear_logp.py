@@ -197,17 +197,43 @@ def test_a_label_out_of_range_makes_its_row_nan(backend, device, label):
 # -- what is paid for
 
 
-@pytest.mark.parametrize(("wanted", "products"), [("wx", 3), ("x", 2), ("w", 2), ("", 0)])
-def test_frozen_tensors_cost_no_product(backend, device, wanted, products):
+@pytest.mark.parametrize(
+    ("wanted", "chunk", "products"),
+    [("wx", None, 2), ("wx", 16, 2), ("wx", 2, 3), ("w", None, 1), ("w", 2, 2), ("x", None, 2),
+     ("", None, 0)],
+)  # fmt: skip
+def test_frozen_tensors_cost_no_product(backend, device, wanted, chunk, products):
     w, x, _, y = drawn(4, 3, 5, device)
     w, x = w.requires_grad_("w" in wanted), x.requires_grad_("x" in wanted)
     with FlopCounterMode(display=False) as counter:
-        logp = fused_linear_logp(w, x, y)
+        logp = fused_linear_logp(w, x, y, chunk=chunk)
         forward = counter.get_total_flops()
         if wanted:
             logp.sum().backward()
     assert forward == 2 * 4 * 3 * 5
     assert counter.get_total_flops() == (1 + products) * forward
+
+
+@pytest.mark.parametrize(("chunk", "held"), [(None, 1), (6, 1), (5, 0)])
+@pytest.mark.parametrize("wanted", ["wx", "x", ""])
+def test_logits_of_a_single_step_are_held_for_a_gradient_of_w_alone(
+    backend, device, chunk, held, wanted
+):
+    w, x, _, y = drawn(6, 3, 300, device)
+    w, x = w.requires_grad_("w" in wanted), x.requires_grad_("x" in wanted)
+    kept: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        fused_linear_logp(w, x, y, chunk=chunk)
+    assert kept.count(torch.Size([6 * 300])) == held * ("w" in wanted)
+
+
+def test_values_are_those_without_gradients(backend, device):
+    # whose logits are in chunks, of as many tokens
+    w, x, _, y = drawn(5, 3, 300, device, torch.float32)
+    for chunk in (None, 2, 5):
+        want = fused_linear_logp_with_stats(w, x, y, chunk=chunk)
+        got = fused_linear_logp_with_stats(w.clone().requires_grad_(), x, y, chunk=chunk)
+        assert all(same_bits(*pair) for pair in zip(got, want, strict=True))
 
 
 # -- errors

@@ -9,7 +9,7 @@ Sums over tokens are kept in `accum_dtype`; half precision products accumulate i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -114,6 +114,7 @@ def head_loop(
     ignore_index: int, chunk: int, compute: torch.dtype, accum_dtype: torch.dtype,
     wanted: tuple[bool, bool, bool], heads: int = 1,
     chunks: Callable[[int], Sequence[Chunk]] | None = None, keep: bool = False,
+    hold: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Run `rows` on the logits of each chunk of x (m, d).
 
@@ -133,10 +134,12 @@ def head_loop(
         heads: buffers of logits that a step holds.
         chunks: from tokens per step to the rows of each, all rows once; default: as they come.
         keep: a single step leaves the products to `settled`, if `plan` allows it.
+        hold: the logits of all steps are returned; nothing else is wanted.
 
     Returns:
         Results per row, each (m,), then dw (v, d), dx (m, d) and db (v,), or None where not wanted.
-        Of a single step that is kept dz (m v,) in place of dw, and no dx.
+        Of a single step that is kept dz (m v,) in place of dw, and no dx. Held logits (m v,) in
+        place of dw.
     """
     m, zdtype = x.shape[0], logits_dtype(compute, x.device)
     operand = operand_dtype(compute, x.device)
@@ -151,15 +154,17 @@ def head_loop(
     keep = keep and single and wanted[0]
     steps = chunks(at_once) if chunks else _even(m, at_once)
     most = max(sum(s.stop - s.start for s in at) for at in steps)
-    buffer = x.new_empty(most, w.shape[0], dtype=zdtype) if own else None
+    buffer = x.new_empty(m if hold else most, w.shape[0], dtype=zdtype) if own else None
     dx = x.new_empty(x.shape, dtype=formed) if own and wanted[1] and not keep else None
     dw = db = None
-    parts, dxs = [], []
+    parts, dxs, held = [], [], []
     with _autocast_off(x.device.type):
         for at in steps:
             yc = _take(y, at)
             xc = torch.where((yc != ignore_index)[:, None], _take(x, at), 0.0)
-            z = _mm(xc, w.t(), zdtype, None if buffer is None else buffer[: xc.shape[0]], b)
+            place = buffer if buffer is None else buffer[at[0] if hold else slice(xc.shape[0])]
+            z = _mm(xc, w.t(), zdtype, place, b)
+            held += [z] if hold else []
             args = (a if a is None else _take(a, at) for a in row_args)
             part, dz = rows(z, yc, *args, any(wanted))
             parts.append(part)
@@ -181,6 +186,8 @@ def head_loop(
                         dx[s] = g
             if wanted[0]:
                 dw = _accumulate(dw, dz.t(), xc, accum, own)
+    if hold:
+        dw = (torch.cat(held) if buffer is None else buffer).reshape(-1)
     db = None if db is None else db.to(wide(compute))
     if wanted[1] and dx is None and not keep:
         dx = _join(steps, dxs)
@@ -204,6 +211,30 @@ def kept_products(
             dx = _mm(dz, w.to(compute).to(operand), dx_dtype(x, compute))
             dx = scaled(dx, scale, x.dtype).view(x.shape)
     return dw, dx
+
+
+def held_products(
+    blocks: Iterable[tuple[slice, Tensor]], w: Tensor, x: Tensor, live: Tensor,
+    compute: torch.dtype, wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dz^T x, dz w and sum of dz, from blocks of columns of dz: dw needs no sums over tokens."""
+    operand, own = operand_dtype(compute, x.device), not tracked()
+    at = torch.where(live[:, None], x.to(compute), 0.0).to(operand)
+    sums, wide_w = torch.promote_types(w.dtype, operand), w.to(compute).to(operand)
+    dw = w.new_empty(w.shape, dtype=sums) if own and wanted[0] else None
+    dws, dbs, dx = [], [], None
+    with _autocast_off(x.device.type):
+        for columns, dz in blocks:
+            if wanted[2]:
+                dbs.append(dz.sum(0, dtype=torch.float64 if x.device.type != "mps" else None))
+            dz = dz.to(operand)
+            if wanted[0]:
+                dws.append(_mm(dz.t(), at, sums, None if dw is None else dw[columns]))
+            if wanted[1]:
+                dx = _accumulate(dx, dz, wide_w[columns], wide(compute), own)
+    if wanted[0]:
+        dw = torch.cat(dws) if dw is None else dw
+    return dw, dx, torch.cat(dbs) if wanted[2] else None
 
 
 def scaled(g: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ Vocab = tuple[Any, int | Sequence[int]]
 class Shard(NamedTuple):
     """Which columns of the vocabulary a rank holds. Static."""
 
-    group: str  # name of the process group, so that a traced graph can hold it
+    group: str | None  # name of the process group, for a traced graph; None: all columns are here
     start: int
     vocab: int
 
@@ -62,8 +62,10 @@ def _ranks(group: str) -> Any:
     return resolve(group)
 
 
-def gathered(t: Tensor, group: str) -> Tensor:
+def gathered(t: Tensor, group: str | None) -> Tensor:
     """What each rank has, (ranks, ...)."""
+    if group is None:
+        return t[None]
     import torch.distributed as dist
 
     ranks = _ranks(group)

@@ -4,7 +4,7 @@ A sum forms dw, dx and db in its forward pass, while a chunk of logits is at han
 of the rows as coefficients: 3 products. Its pullback scales them. Where all rows are one chunk that
 would be a pass over the whole of dw: forward keeps dz, and the pullback scales x on its way into
 dw, and dx. Losses per row do not know their coefficients before backward, and form all of it there
-from new logits: 4 products.
+from new logits: 4 products; or from logits that forward has held.
 """
 
 import math
@@ -23,6 +23,7 @@ from liger_fn.ops._chunked import (
     dx_dtype,
     head_loop,
     kept_products,
+    logits_dtype,
     operand_dtype,
     plan,
     scaled,
@@ -264,22 +265,33 @@ def stats_rule(name: str, passes: dict[Any, Rows], shard: bool = False) -> Calla
 
 def rows_rule(
     name: str, passes: dict[Any, Rows], fwd: Callable[..., Any], bwd: Callable[..., Any], *,
-    floats: int, flag: bool, shard: bool = False,
+    floats: int, flag: bool, shard: bool = False, held: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """(w, x, b, y, ...) to results of each row: so many numbers, then perhaps a bool."""
+    """(w, x, b, y, ...) to results of each row: so many numbers, then perhaps a bool.
+
+    With `held`, forward keeps all logits (m v,) where `plan` allows it, after the results.
+    """
     outputs = floats + flag
 
     def fake(
-        w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *_: Any, compute: torch.dtype, **__: Any
-    ) -> tuple[Tensor, ...]:
+        w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *_: Any, chunk: int,
+        compute: torch.dtype, accum_dtype: torch.dtype, wanted: Sequence[bool] = (), **__: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         kinds = (wide(compute),) * floats + (torch.bool,) * flag
-        return tuple(y.new_empty(y.shape, dtype=kind) for kind in kinds)
+        found = tuple(y.new_empty(y.shape, dtype=kind) for kind in kinds)
+        if not held:
+            return found
+        if plan(x.shape[0], w, 1, chunk, compute, accum_dtype, wanted[0])[2]:
+            kind = logits_dtype(compute, x.device)
+            return *found, w.new_empty(x.shape[0] * w.shape[0], dtype=kind)
+        return *found, w.new_empty(0, dtype=wide(compute))
 
     def fwd_flops(w: Any, x: Any, *_: Any, **__: Any) -> int:
         return _operations(w, x, 1)
 
     def bwd_flops(*a: Any, wanted: Any, **_: Any) -> int:
-        return _operations(a[outputs], a[outputs + 1], 1 + sum(wanted[:2]))
+        again = not (held and is_kept(a[-1]))
+        return _operations(a[outputs], a[outputs + 1], again + sum(wanted[:2]))
 
     flops = (fwd_flops, bwd_flops)
     return head_rule(name, passes, fwd, bwd, outputs=outputs, fake=fake, flops=flops, shard=shard)

@@ -208,7 +208,7 @@ def logp_loop(
     row_args: tuple[Tensor | None, ...], wanted: tuple[bool, ...], *,
     ignore_index: int, logit_scale: float, softcap: float | None, temperature: float, chunk: int,
     compute: torch.dtype, accum_dtype: torch.dtype,
-    chunks: Callable[[int], Sequence[Chunk]] | None = None, keep: bool = False,
+    chunks: Callable[[int], Sequence[Chunk]] | None = None, keep: bool = False, hold: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The loop over chunks of a head, with a row pass of log-probabilities."""
     row = Row(ignore_index, 0.0, logit_scale, softcap)
@@ -216,7 +216,7 @@ def logp_loop(
         partial(rows, row=row, temperature=temperature), w, x, b, y, row_args,
         ignore_index=ignore_index, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
         wanted=wanted,  # type: ignore[arg-type]  # three of them
-        chunks=chunks, keep=keep,
+        chunks=chunks, keep=keep, hold=hold,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ Shoeybi et al., "Megatron-LM", 2019, arXiv:1909.08053, section 3.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,7 +100,7 @@ def _statistics(
     kernels: tuple[Callable[..., Tensor], Callable[..., Tensor]], z: Tensor, t: Targets,
     c: Tensor | None, shard: Shard, row: Row, temperature: float, stats: bool,
 ) -> Whole:  # fmt: skip
-    if tracked(z):
+    if shard.group is not None and tracked(z):
         raise NotImplementedError(
             "a sharded vocabulary has first derivatives in reverse mode only: no forward mode, no "
             "derivative of a gradient"
@@ -224,9 +224,12 @@ ce_on_shard = custom_vjp(
 
 def logp_rows(
     backend: Any, z: Tensor, y: Tensor, *cotangents: Any, row: Row, temperature: float,
-    stats: bool, shard: Shard,
-) -> tuple[tuple[Tensor, ...], Tensor | None]:  # fmt: skip
-    """The row pass of `fused_linear_logp` on a shard; the kernels write dz over z."""
+    stats: bool, shard: Shard, columns: int = 0,
+) -> tuple[tuple[Tensor, ...], Any]:  # fmt: skip
+    """The row pass of `fused_linear_logp` on a shard; the kernels write dz over z.
+
+    Not over logits that are held: of those dz comes in blocks of so many columns.
+    """
     *ds, gradient = cotangents
     kernels, t = _KERNELS[backend], targets(y, z.shape[1], shard, row.ignore_index)
     s = _statistics(kernels, z, t, None, shard, row, temperature, stats)
@@ -247,8 +250,24 @@ def logp_rows(
         of_p = of_p - d_entropy * parts[1] - 2 * d_sum_sq
         of_pp = 2 * d_sum_sq * (-parts[2]).exp()
     of_p = of_p.masked_fill(t.bad, torch.nan)
-    columns = [s.top, s.logsum, of_p, -d_entropy, of_pp, d_logp, d_mean / shard.vocab]
-    return tuple(found), kernels[1](z, t.at, None, torch.stack(columns, -1), row, temperature)
+    factors = [s.top, s.logsum, of_p, -d_entropy, of_pp, d_logp, d_mean / shard.vocab]
+    pull = partial(kernels[1], row=row, temperature=temperature)
+    if columns:
+        return tuple(found), _blocks(pull, z, t.at, torch.stack(factors, -1), columns)
+    return tuple(found), pull(z, t.at, None, torch.stack(factors, -1))
+
+
+def _blocks(
+    pull: Callable[..., Tensor], z: Tensor, at: Tensor, factors: Tensor, columns: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """The gradient of z in blocks of columns, each valid until the next."""
+    buffer = z.new_empty(z.shape[0] * columns)
+    for start in range(0, z.shape[1], columns):
+        block = z[:, start : start + columns]
+        here = (at >= start) & (at < start + columns)
+        own = torch.where(at < 0, at, torch.where(here, at - start, -1))
+        dz = buffer[: block.numel()].view(block.shape)
+        yield slice(start, start + columns), pull(block, own, None, factors, dz=dz)
 
 
 # -- rules of a head become rules of its shard -----------------------------------------------------

@@ -69,8 +69,9 @@ def statistics_ref(
 
 
 def gradient_ref(
-    z: Tensor, at: Tensor, c: Tensor | None, factors: Tensor, row: Row, temperature: float
-) -> Tensor:
+    z: Tensor, at: Tensor, c: Tensor | None, factors: Tensor, row: Row, temperature: float,
+    dz: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Plain torch: dz from the factors (m, 7) of each row."""
     live = (at != -2)[:, None]
     top, logsum, of_p, of_plogp, of_pp, of_one, of_c = factors[..., None].unbind(1)
@@ -168,7 +169,7 @@ def _first(
 
 @triton.jit
 def _gradient_kernel(
-    z_ptr, dz_ptr, at_ptr, c_ptr, factors_ptr, v, SCALE: tl.constexpr, CAP: tl.constexpr,
+    z_ptr, dz_ptr, at_ptr, c_ptr, factors_ptr, stride, v, SCALE: tl.constexpr, CAP: tl.constexpr,
     COLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -180,7 +181,7 @@ def _gradient_kernel(
         return
     f = factors_ptr + row * 7
     top, logsum = tl.load(f), tl.load(f + 1)
-    z, slope = capped_slope(tl.load(z_ptr + row * v + col, mask, other=0.0), SCALE, CAP)
+    z, slope = capped_slope(tl.load(z_ptr + row * stride + col, mask, other=0.0), SCALE, CAP)
     logp = (z * COLD - top) - logsum
     p = tl.exp(logp)
     g = p * (tl.load(f + 2) + tl.where(p == 0.0, 0.0, tl.load(f + 3) * logp))
@@ -209,10 +210,11 @@ def gradient_triton(
     z: Tensor, at: Tensor, c: Tensor | None, factors: Tensor, row: Row, temperature: float,
     dz: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Over z itself, unless there is a place for it."""
+    """Over z itself, or to `dz`, whose rows lie side by side; those of z need not."""
     v, tile, dz = z.shape[1], row_tile(z.shape[1], 4096), z if dz is None else dz
     launch(
         _gradient_kernel, (z.shape[0], -(-v // tile["BLOCK"])), z, dz, at, contiguous(c),
-        factors.contiguous(), v, SCALE=row.logit_scale, CAP=row.cap, COLD=1 / temperature, **tile,
+        factors.contiguous(), z.stride(0), v, SCALE=row.logit_scale, CAP=row.cap,
+        COLD=1 / temperature, **tile,
     )  # fmt: skip
     return dz

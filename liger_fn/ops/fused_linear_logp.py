@@ -12,9 +12,11 @@ Pullback of one cotangent for each, d_logp, d_entropy, d_log_sum_sq, d_mean_logi
          + d_log_sum_sq * 2 * (p**2 / sum(p**2) - p) + d_mean_logit / v
 
 then back through temperature, cap and scale; dx = dz w, dw = dz^T x, db = sum of dz. Only z[y] and
-sums over columns leave a chunk; backward forms the logits again: 4 products. Statistics and results
-are float32 (float64 for float64), gradients take the dtypes of w, x and b. Sums over a row are
-taken on line (Milakov and Gimelshein, 2018, arXiv:1805.02867), in one pass over its logits.
+sums over columns leave a chunk; backward forms the logits again: 4 products. Logits that take about
+what the float32 sums of dw over chunks would (`plan`) are held for it instead: 3 products, and dz
+exists a block of columns at a time, so that dw needs no sums. Statistics and results are float32
+(float64 for float64), gradients take the dtypes of w, x and b. Sums over a row are taken on line
+(Milakov and Gimelshein, 2018, arXiv:1805.02867), in one pass over its logits.
 """
 
 from functools import partial
@@ -24,11 +26,19 @@ import torch
 from torch import Tensor
 
 from liger_fn._check import check_positive
-from liger_fn.ops._chunked import Rows, check_head, chunk_size, product_dtype
-from liger_fn.ops._collectives import Vocab, shard_of
+from liger_fn.ops._ce import Row
+from liger_fn.ops._chunked import (
+    Rows,
+    check_head,
+    chunk_size,
+    held_products,
+    plan,
+    product_dtype,
+)
+from liger_fn.ops._collectives import Shard, Vocab, shard_of
 from liger_fn.ops._linear_rules import primal_dtypes, rows_rule
 from liger_fn.ops._logp import LOGP_PASSES, logp_loop
-from liger_fn.ops._vocab_parallel import LOGP_SHARD
+from liger_fn.ops._vocab_parallel import LOGP_SHARD, logp_rows
 
 
 class LogpStats(NamedTuple):
@@ -41,43 +51,70 @@ class LogpStats(NamedTuple):
     is_top1: Tensor
 
 
+_BLOCKS = 16  # of columns, whose gradient exists at a time where logits are held
+
+
 # -- rule ------------------------------------------------------------------------------------------
 
 
 def _fwd(
     rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *,
     ignore_index: int, logit_scale: float, softcap: float | None, temperature: float, chunk: int,
-    compute: torch.dtype, accum_dtype: torch.dtype,
+    compute: torch.dtype, accum_dtype: torch.dtype, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return logp_loop(
+    hold = plan(x.shape[0], w, 1, chunk, compute, accum_dtype, wanted[0])[2]
+    found, z, *_ = logp_loop(
         rows, w, x, b, y, (), (False,) * 3, ignore_index=ignore_index, logit_scale=logit_scale,
         softcap=softcap, temperature=temperature, chunk=chunk, compute=compute,
-        accum_dtype=accum_dtype,
-    )[0]  # fmt: skip
+        accum_dtype=accum_dtype, hold=hold,
+    )  # fmt: skip
+    return *found, found[0].new_empty(0) if z is None else z
+
+
+def _pull(
+    rows: Rows, ds: tuple[Tensor | None, ...], w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
+    z: Tensor, wanted: tuple[bool, ...], **options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    if z.shape[0] == 0:
+        return primal_dtypes(logp_loop(rows, w, x, b, y, ds, wanted, **options)[1:], w, x, b)
+    row = Row(options["ignore_index"], 0.0, options["logit_scale"], options["softcap"])
+    size = max(128, -(-w.shape[0] // (128 * _BLOCKS)) * 128)
+    how: dict[str, Any] = {"row": row, "temperature": options["temperature"], "columns": size}
+    blocks: Any = rows(z.view(y.numel(), -1), y, *ds, True, **how)[1]
+    live = y != row.ignore_index
+    return primal_dtypes(held_products(blocks, w, x, live, options["compute"], wanted), w, x, b)
 
 
 def _logp_bwd(
-    rows: Rows, d_logp: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *,
+    rows: Rows, d_logp: Tensor, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, z: Tensor, *,
     wanted: tuple[bool, ...], **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    _, *grads = logp_loop(rows, w, x, b, y, (d_logp,), wanted, **options)
-    return primal_dtypes(grads, w, x, b)
+    return _pull(rows, (d_logp,), w, x, b, y, z, wanted, **options)
 
 
 def _stats_bwd(
     rows: Rows, d_logp: Tensor | None, d_entropy: Tensor | None, d_sum_sq: Tensor | None,
-    d_mean: Tensor | None, d_top1: None, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor, *,
-    wanted: tuple[bool, ...], **options: Any,
+    d_mean: Tensor | None, d_top1: None, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
+    z: Tensor, *, wanted: tuple[bool, ...], **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    cotangents = (d_logp, d_entropy, d_sum_sq, d_mean)
-    _, *grads = logp_loop(rows, w, x, b, y, cotangents, wanted, **options)
-    return primal_dtypes(grads, w, x, b)
+    return _pull(rows, (d_logp, d_entropy, d_sum_sq, d_mean), w, x, b, y, z, wanted, **options)
+
+
+def _rows(
+    backend: Any, z: Tensor, y: Tensor, *cotangents: Any, columns: int = 0, **how: Any
+) -> tuple[tuple[Tensor, ...], Any]:
+    """The row pass; of logits that are held dz comes in blocks of columns."""
+    if columns and backend == "triton":
+        every = Shard(None, 0, z.shape[1])
+        return logp_rows(backend, z, y, *cotangents, shard=every, columns=columns, **how)
+    found, dz = LOGP_PASSES[backend](z, y, *cotangents, **how)
+    return found, [(slice(None), dz)] if columns else dz
 
 
 def _rules(name: str, bwd: Any, *, stats: bool, floats: int) -> tuple[Any, Any]:
     """Of all columns, and of a shard of them."""
-    kinds: dict[str, Any] = {"floats": floats, "flag": stats}
-    own: dict[Any, Rows] = {kind: partial(f, stats=stats) for kind, f in LOGP_PASSES.items()}
+    kinds: dict[str, Any] = {"floats": floats, "flag": stats, "held": True}
+    own: dict[Any, Rows] = {kind: partial(_rows, kind, stats=stats) for kind in LOGP_PASSES}
     shard: dict[Any, Rows] = {kind: partial(f, stats=stats) for kind, f in LOGP_SHARD.items()}
     return (
         rows_rule(name, own, _fwd, bwd, **kinds),
@@ -108,7 +145,9 @@ def fused_linear_logp(
         softcap: c of c * tanh(z / c), applied to the scaled logits.
         logit_scale: multiplies the logits first.
         ignore_index: rows with this target have log-probability and gradient 0, whatever x holds.
-        chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU).
+        chunk: tokens whose logits exist at a time; default: as many as fit 1 GiB (16 MiB on a CPU),
+            or all where they take about what sums over chunks for the gradient of w would. Logits
+            of a single chunk are held for backward if w has a gradient.
         accum_dtype: of the sums over chunks that become the gradient of w: float32 or bfloat16.
         group: (process group or one-dimensional mesh, v of the whole vocabulary): w and b are this
             rank's shard of rows, cut as `torch.chunk` cuts, or, with the width of each rank's shard

@@ -93,8 +93,8 @@ def logp_and_entropy(w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return liger_fn.fused_linear_logp_with_stats(w, x, y)[:2]
 
 
-def logp_stats(w: Tensor, x: Tensor, y: Tensor, b: Any = None, chunk: Any = 4, **how: Any) -> Any:
-    found = liger_fn.fused_linear_logp_with_stats(w, x, y, b=b, chunk=chunk, **how)
+def logp_stats(w: Tensor, x: Tensor, y: Tensor, b: Any = None, **how: Any) -> Any:
+    found = liger_fn.fused_linear_logp_with_stats(w, x, y, b=b, **how)
     return tuple(found[:4])
 
 
@@ -226,7 +226,7 @@ ROWS = [
                     fn=bound(logp, temperature=0.7, chunk=None),
                     plain=bound(plain_logp, temperature=0.7))),
     Row("fused_linear_logp_with_stats", bound(logp_stats, **WARM), bound(logp_oracle, **WARM),
-        biased_head, ("w", "x", "b"), HEAD_SIZES, HEAD, ("b",), block=4, flops=4 / 3,
+        biased_head, ("w", "x", "b"), HEAD_SIZES, HEAD, ("b",), block=4,
         bench=Bench(products(1, 4), AGAIN, {"llama-3-8b": heads(8192, "llama-3-8b")}, SMALL_HEAD,
                     wanted=("w", "x"), make=bare_head, limit="matmul", fn=logp_and_entropy,
                     plain=plain_logp_and_entropy)),
