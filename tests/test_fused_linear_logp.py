@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -225,6 +226,15 @@ def test_logits_of_a_single_step_are_held_for_a_gradient_of_w_alone(
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         fused_linear_logp(w, x, y, chunk=chunk)
     assert kept.count(torch.Size([6 * 300])) == held * ("w" in wanted)
+
+
+def test_backward_takes_the_logits_that_are_held(backend, device, monkeypatch):
+    w, x, _, y = drawn(6, 3, 300, device)
+    logp = fused_linear_logp(w.requires_grad_(), x, y)
+    # the loop that would form them again
+    monkeypatch.delattr(sys.modules["liger_fn.ops.fused_linear_logp"], "logp_loop")
+    logp.sum().backward()
+    assert w.grad is not None
 
 
 def test_values_are_those_without_gradients(backend, device):

@@ -3,7 +3,8 @@
     for each chunk: z = x w^T + b, then one row pass (losses, and z turned into its gradient dz),
         then dx = dz w,    dw += dz^T x,    db += sum of dz
 
-No (m, v) tensor beyond one chunk exists. Three matrix products a chunk with gradients, one without.
+No (m, v) tensor beyond one chunk exists, unless logits are held for backward. Three matrix products
+a chunk with gradients, one without.
 Sums over tokens are kept in `accum_dtype`; half precision products accumulate in float32 inside.
 """
 
@@ -170,8 +171,8 @@ def head_loop(
             parts.append(part)
             if dz is None:
                 continue
-            if wanted[2]:  # cheap enough to round but once
-                d = dz.sum(0, dtype=torch.float64 if x.device.type != "mps" else wide(compute))
+            if wanted[2]:
+                d = _over_tokens(dz)
                 db = d if db is None else db + d
             dz = dz.to(operand)
             if keep:
@@ -226,7 +227,7 @@ def held_products(
     with _autocast_off(x.device.type):
         for columns, dz in blocks:
             if wanted[2]:
-                dbs.append(dz.sum(0, dtype=torch.float64 if x.device.type != "mps" else None))
+                dbs.append(_over_tokens(dz))
             dz = dz.to(operand)
             if wanted[0]:
                 dws.append(_mm(dz.t(), at, sums, None if dw is None else dw[columns]))
@@ -235,6 +236,11 @@ def held_products(
     if wanted[0]:
         dw = torch.cat(dws) if dw is None else dw
     return dw, dx, torch.cat(dbs) if wanted[2] else None
+
+
+def _over_tokens(dz: Tensor) -> Tensor:
+    """Sum over tokens, cheap enough to round but once."""
+    return dz.sum(0, dtype=torch.float64 if dz.device.type != "mps" else wide(dz.dtype))
 
 
 def scaled(g: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

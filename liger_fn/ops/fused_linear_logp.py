@@ -36,7 +36,7 @@ from liger_fn.ops._chunked import (
     product_dtype,
 )
 from liger_fn.ops._collectives import Shard, Vocab, shard_of
-from liger_fn.ops._linear_rules import primal_dtypes, rows_rule
+from liger_fn.ops._linear_rules import is_kept, primal_dtypes, rows_rule
 from liger_fn.ops._logp import LOGP_PASSES, logp_loop
 from liger_fn.ops._vocab_parallel import LOGP_SHARD, logp_rows
 
@@ -75,7 +75,7 @@ def _pull(
     rows: Rows, ds: tuple[Tensor | None, ...], w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
     z: Tensor, wanted: tuple[bool, ...], **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    if z.shape[0] == 0:
+    if not is_kept(z.shape):
         return primal_dtypes(logp_loop(rows, w, x, b, y, ds, wanted, **options)[1:], w, x, b)
     row = Row(options["ignore_index"], 0.0, options["logit_scale"], options["softcap"])
     size = max(128, -(-w.shape[0] // (128 * _BLOCKS)) * 128)
