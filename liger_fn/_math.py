@@ -192,6 +192,12 @@ def anchor(top):
 
 
 @triton.jit
+def drop(top, new):
+    """From one maximum to a larger one; 0 where nothing is seen so far: the sums are 0."""
+    return tl.where(top == -float("inf"), 0.0, top - new)
+
+
+@triton.jit
 def online(top, total, z, SCALE: tl.constexpr):
     """Take a block, by lane, into maxima and sums of exp(SCALE * (z - top)) of each lane.
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_fn
-from liger_fn.ops import _chunked
+from liger_fn.ops import _products
 from tests.test_cross_entropy import (
     DTYPES,
     ERRORS,
@@ -92,7 +92,7 @@ class Products:
     """Shapes (rows, inner, columns) of the matrix products of the loop, by what they make."""
 
     def __init__(self, patch: pytest.MonkeyPatch, v: int) -> None:
-        mm, accumulate = _chunked._mm, _chunked._accumulate
+        mm, accumulate = _products.mm, _products.accumulate
         inside: list[int] = []
         self.operands: tuple[Tensor, ...] = ()
         self.z: list[tuple[int, int, int]] = []
@@ -115,8 +115,8 @@ class Products:
             self.sums.add(out.dtype)
             return out
 
-        patch.setattr(_chunked, "_mm", spy_mm)
-        patch.setattr(_chunked, "_accumulate", spy_accumulate)
+        patch.setattr(_products, "mm", spy_mm)
+        patch.setattr(_products, "accumulate", spy_accumulate)
 
     def counts(self) -> tuple[int, int, int]:
         return len(self.z), len(self.dx), len(self.dw)
@@ -933,7 +933,7 @@ FUSED_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_errors_name_the_op_the_argument_and_what_came_before_any_launch(
     device, monkeypatch, f, given, kind, message
 ):
-    monkeypatch.setattr(_chunked, "_mm", None)
+    monkeypatch.setattr(_products, "mm", None)
     tensors = {"w": W, "x": X, "y": Y}
     assert_raises(monkeypatch, "fused_linear_ce", f, tensors, given, kind, message, device)
 

@@ -5,14 +5,12 @@
 
 No (m, v) tensor beyond one chunk exists, unless logits are held for backward. Three matrix products
 a chunk with gradients, one without.
-Sums over tokens are kept in `accum_dtype`; half precision products accumulate in float32 inside.
+Sums over tokens are kept in `accum_dtype`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,13 +18,14 @@ from torch import Tensor
 from liger_fn._check import check_tensors
 from liger_fn._math import wide
 from liger_fn._vjp import tracked
+from liger_fn.ops import _products
 from liger_fn.ops._ce import check_rows
+from liger_fn.ops._products import dx_dtype, logits_dtype, operand_dtype
 
 # bytes of one chunk of logits: enough rows on a GPU to keep its products at full speed; on a CPU a
 # chunk is held a few times over (logits, exponentials, gradient) and gains nothing from more rows
 _BUDGET = {"cpu": 16 << 20}
 _BUDGET_GPU = 1 << 30
-_AUTOCAST = ("cpu", "cuda", "xpu", "mps")  # a meta tensor has none
 
 Rows = Callable[..., tuple[tuple[Tensor, ...], Tensor | None]]
 Chunk = tuple[slice, ...]  # rows of x that go through the loop together
@@ -82,33 +81,6 @@ def plan(
     return at_once, accum_dtype, dw and 0 < m <= at_once and v > 0 and compute != torch.float16
 
 
-def product_dtype(w: Tensor, x: Tensor, b: Tensor | None) -> torch.dtype:
-    """What the operands of w, x and b are cast to: autocast's dtype, else what they promote to."""
-    dtype = torch.promote_types(w.dtype, x.dtype)
-    if b is not None:
-        dtype = torch.promote_types(dtype, b.dtype)
-    kind = x.device.type
-    if dtype != torch.float64 and kind in _AUTOCAST and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return dtype
-
-
-def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """bfloat16 logits have the range of float32; float16 ones overflow, and a CPU gains nothing."""
-    return dtype if dtype != torch.float16 and device.type != "cpu" else wide(dtype)
-
-
-def operand_dtype(compute: torch.dtype, device: torch.device) -> torch.dtype:
-    """What goes into the products: on a CPU in the dtype of logits, rounded to `compute` before."""
-    return compute if device.type != "cpu" else logits_dtype(compute, device)
-
-
-def dx_dtype(x: Tensor, compute: torch.dtype) -> torch.dtype:
-    """What dx rounds to as it is formed: to no less than x does, to float16 only when scaled."""
-    half = x.dtype.itemsize < 4 and compute != torch.float16 and x.device.type != "cpu"
-    return compute if half else wide(compute)
-
-
 def head_loop(
     rows: Rows, w: Tensor, x: Tensor, b: Tensor | None, y: Tensor,
     row_args: tuple[Tensor | None, ...], *,
@@ -159,12 +131,12 @@ def head_loop(
     dx = x.new_empty(x.shape, dtype=formed) if own and wanted[1] and not keep else None
     dw = db = None
     parts, dxs, held = [], [], []
-    with _autocast_off(x.device.type):
+    with _products.autocast_off(x.device.type):
         for at in steps:
             yc = _take(y, at)
             xc = torch.where((yc != ignore_index)[:, None], _take(x, at), 0.0)
             place = buffer if buffer is None else buffer[at[0] if hold else slice(xc.shape[0])]
-            z = _mm(xc, w.t(), zdtype, place, b)
+            z = _products.mm(xc, w.t(), zdtype, place, b)
             held += [z] if hold else []
             args = (a if a is None else _take(a, at) for a in row_args)
             part, dz = rows(z, yc, *args, any(wanted))
@@ -172,88 +144,28 @@ def head_loop(
             if dz is None:
                 continue
             if wanted[2]:
-                d = _over_tokens(dz)
+                d = _products.over_tokens(dz)
                 db = d if db is None else db + d
             dz = dz.to(operand)
             if keep:
                 dw = dz.reshape(-1)
                 continue
             if wanted[1]:
-                dxc = _mm(dz, w, formed, dx[at[0]] if dx is not None and len(at) == 1 else None)
+                place = dx[at[0]] if dx is not None and len(at) == 1 else None
+                dxc = _products.mm(dz, w, formed, place)
                 if dx is None:
                     dxs.append(dxc)
                 elif len(at) > 1:
                     for s, g in zip(at, _apart(dxc, at), strict=True):
                         dx[s] = g
             if wanted[0]:
-                dw = _accumulate(dw, dz.t(), xc, accum, own)
+                dw = _products.accumulate(dw, dz.t(), xc, accum, own)
     if hold:
         dw = (torch.cat(held) if buffer is None else buffer).reshape(-1)
     db = None if db is None else db.to(wide(compute))
     if wanted[1] and dx is None and not keep:
         dx = _join(steps, dxs)
     return tuple(_join(steps, part) for part in zip(*parts, strict=True)), dw, dx, db
-
-
-def kept_products(
-    dz: Tensor, scale: Tensor, w: Tensor, x: Tensor, live: Tensor, compute: torch.dtype,
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """scale * dz^T x and scale * dz w of a single step."""
-    operand, flat = operand_dtype(compute, x.device), x.reshape(-1, x.shape[-1])
-    dz, dw, dx = dz.view(flat.shape[0], -1), None, None
-    with _autocast_off(x.device.type):
-        if wanted[0]:
-            at = torch.where(live.reshape(-1, 1), flat.to(compute), 0.0)
-            at = scaled(at, scale, operand)
-            sums = torch.promote_types(w.dtype, operand)
-            dw = _accumulate(None, dz.t(), at, sums, False).to(w.dtype)
-        if wanted[1]:
-            dx = _mm(dz, w.to(compute).to(operand), dx_dtype(x, compute))
-            dx = scaled(dx, scale, x.dtype).view(x.shape)
-    return dw, dx
-
-
-def held_products(
-    blocks: Iterable[tuple[slice, Tensor]], w: Tensor, x: Tensor, live: Tensor,
-    compute: torch.dtype, wanted: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dz^T x, dz w and sum of dz, from blocks of columns of dz: dw needs no sums over tokens."""
-    operand, own = operand_dtype(compute, x.device), not tracked()
-    at = torch.where(live[:, None], x.to(compute), 0.0).to(operand)
-    sums, wide_w = torch.promote_types(w.dtype, operand), w.to(compute).to(operand)
-    dw = w.new_empty(w.shape, dtype=sums) if own and wanted[0] else None
-    dws, dbs, dx = [], [], None
-    with _autocast_off(x.device.type):
-        for columns, dz in blocks:
-            if wanted[2]:
-                dbs.append(_over_tokens(dz))
-            dz = dz.to(operand)
-            if wanted[0]:
-                dws.append(_mm(dz.t(), at, sums, None if dw is None else dw[columns]))
-            if wanted[1]:
-                dx = _accumulate(dx, dz, wide_w[columns], wide(compute), own)
-    if wanted[0]:
-        dw = torch.cat(dws) if dw is None else dw
-    return dw, dx, torch.cat(dbs) if wanted[2] else None
-
-
-def _over_tokens(dz: Tensor) -> Tensor:
-    """Sum over tokens, cheap enough to round but once."""
-    return dz.sum(0, dtype=torch.float64 if dz.device.type != "mps" else wide(dz.dtype))
-
-
-def scaled(g: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """scale * g in `dtype`, in one pass where nobody differentiates it.
-
-    g may be (v, d) in float32.
-    """
-    if scale is None:
-        return g.to(dtype)
-    if tracked():
-        return (g * scale).to(dtype)
-    # one axis, so that a float32 scale is not rounded to a half g first
-    return torch.mul(g, scale.view(1), out=torch.empty_like(g, dtype=dtype))
 
 
 def _even(m: int, chunk: int) -> list[Chunk]:
@@ -279,37 +191,3 @@ def _join(chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> Tensor:
         for s, piece in zip(at, _apart(part, at), strict=True)
     ]
     return torch.cat([piece for _, piece in sorted(pieces, key=lambda p: p[0])])
-
-
-def logits(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """x w^T + b of one chunk, all of one dtype, in the dtype of logits."""
-    zdtype = logits_dtype(x.dtype, x.device)
-    if x.device.type == "cpu":
-        x, w = x.to(zdtype), w.to(zdtype)
-    return _mm(x, w.t(), zdtype, None, b)
-
-
-def _autocast_off(kind: str) -> AbstractContextManager[Any]:
-    return torch.autocast(kind, enabled=False) if kind in _AUTOCAST else nullcontext()
-
-
-def _mm(
-    a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None,
-    plus: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """a @ b + plus, rounded to `dtype` once."""
-    more: dict[str, Any] = {} if a.dtype == dtype else {"out_dtype": dtype}
-    more |= {} if out is None else {"out": out}
-    return torch.mm(a, b, **more) if plus is None else torch.addmm(plus.to(dtype), a, b, **more)
-
-
-def _accumulate(sums: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, own: bool) -> Tensor:
-    if sums is None:
-        return (
-            _mm(a, b, dtype) if dtype != torch.bfloat16 or a.dtype == dtype else (a @ b).to(dtype)
-        )
-    if a.dtype == dtype:
-        return torch.addmm(sums, a, b, out=sums) if own else torch.addmm(sums, a, b)
-    if dtype == torch.float32:
-        return torch.addmm(sums, a, b, out_dtype=dtype, out=sums if own else None)
-    return sums.add_((a @ b).to(dtype)) if own else sums + (a @ b).to(dtype)

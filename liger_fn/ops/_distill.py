@@ -24,13 +24,7 @@ from liger_fn.ops._ce import (
     normaliser,
     reduce_rows,
 )
-from liger_fn.ops._chunked import (
-    Rows,
-    check_loop,
-    head_loop,
-    logits,
-    product_dtype,
-)
+from liger_fn.ops._chunked import Rows, check_loop, head_loop
 from liger_fn.ops._distill_rows import rows_ref, rows_triton
 from liger_fn.ops._linear_rules import (
     formed_fake,
@@ -40,6 +34,7 @@ from liger_fn.ops._linear_rules import (
     settled,
     weighted,
 )
+from liger_fn.ops._products import logits, product_dtype
 from liger_fn.ops.fused_linear_ce import fused_linear_ce
 
 

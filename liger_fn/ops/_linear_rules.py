@@ -18,16 +18,8 @@ from torch import Tensor
 from liger_fn._math import wide
 from liger_fn._vjp import custom_vjp
 from liger_fn.ops._ce import Row
-from liger_fn.ops._chunked import (
-    Rows,
-    dx_dtype,
-    head_loop,
-    kept_products,
-    logits_dtype,
-    operand_dtype,
-    plan,
-    scaled,
-)
+from liger_fn.ops._chunked import Rows, head_loop, plan
+from liger_fn.ops._products import dx_dtype, kept_products, logits_dtype, operand_dtype, scaled
 from liger_fn.ops._vocab_parallel import on_shard
 
 

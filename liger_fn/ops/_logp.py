@@ -19,6 +19,7 @@ from liger_fn._math import (
     by_lane,
     capped,
     capped_slope,
+    drop,
     load_capped,
     of_lanes,
     online,
@@ -117,9 +118,8 @@ def online_stats(top, total, along, squares, z):
 @triton.jit
 def shifted(along, squares, total, top, shift):
     """Sums of exp(u) * u and exp(2 u), u = z - top, as of u = z - shift."""
-    down = tl.where(top == -float("inf"), 0.0, top - shift)
     fall = tl.exp(top - shift)
-    return (along + total * down) * fall, squares * fall * fall
+    return (along + total * drop(top, shift)) * fall, squares * fall * fall
 
 
 @triton.jit

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from liger_fn._math import wide
 from liger_fn._vjp import derivative, plain
-from liger_fn.ops._chunked import Chunk, Rows, chunk_size, product_dtype
+from liger_fn.ops._chunked import Chunk, Rows, chunk_size
 from liger_fn.ops._collectives import shard_of
 from liger_fn.ops._linear_rules import formed_fake, head_rule, is_kept, settled
 from liger_fn.ops._logp import LOGP_PASSES, logp_loop
+from liger_fn.ops._products import product_dtype
 from liger_fn.ops._sequences import Head
 from liger_fn.ops._vocab_parallel import LOGP_SHARD
 from liger_fn.ops.fused_linear_logp import fused_linear_logp, fused_linear_logp_with_stats

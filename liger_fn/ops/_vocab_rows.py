@@ -25,6 +25,7 @@ from liger_fn._math import (
     by_lane,
     capped,
     capped_slope,
+    drop,
     load_capped,
     of_lanes,
     online,
@@ -123,7 +124,7 @@ def _statistics_kernel(
     tl.store(out_ptr + 1, sums)
     tl.store(out_ptr + 2, zy)
     tl.store(out_ptr + 3, (first + start).to(d))
-    tl.store(out_ptr + 4, tl.sum(spread + weights * _down(tops, top)))
+    tl.store(out_ptr + 4, tl.sum(spread + weights * drop(tops, top)))
     tl.store(out_ptr + 5, tl.sum(weights))
     if COLUMNS > 6:
         shift = anchor(top)
@@ -131,12 +132,6 @@ def _statistics_kernel(
         tl.store(out_ptr + 6, tl.sum(along))
         tl.store(out_ptr + 7, tl.sum(squares))
         tl.store(out_ptr + 8, tl.sum(plain))
-
-
-@triton.jit
-def _down(top, new):
-    """From one maximum to a larger one; 0 where nothing is seen so far: the sums are 0."""
-    return tl.where(top == -float("inf"), 0.0, top - new)
 
 
 @triton.jit
@@ -152,7 +147,7 @@ def _spread(spread, weights, top, z, c_ptr, col, v, left):
     if c_ptr is not None:
         c = by_lane(tl.load(c_ptr + col, col < v, other=0.0).to(z.dtype))
         gap, own = gap * c, tl.sum(c, 1)
-    return spread + weights * _down(top, shift) + tl.sum(gap, 1), weights + own
+    return spread + weights * drop(top, shift) + tl.sum(gap, 1), weights + own
 
 
 @triton.jit

@@ -36,9 +36,10 @@ from liger_fn.ops._ce import (
     row_pullback,
 )
 from liger_fn.ops._ce_row import ce_pull, ce_row, ce_store_gradient
-from liger_fn.ops._chunked import check_head, chunk_size, product_dtype
+from liger_fn.ops._chunked import check_head, chunk_size
 from liger_fn.ops._collectives import Vocab, check_class_weight, shard_of
 from liger_fn.ops._linear_rules import ce_rows_rule, stats_rule, sum_rule
+from liger_fn.ops._products import product_dtype
 from liger_fn.ops._vocab_parallel import CE_SHARD
 
 # -- reference: the row pass in plain torch; the rest is the loop of _chunked ----------------------

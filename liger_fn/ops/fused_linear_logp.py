@@ -27,17 +27,11 @@ from torch import Tensor
 
 from liger_fn._check import check_positive
 from liger_fn.ops._ce import Row
-from liger_fn.ops._chunked import (
-    Rows,
-    check_head,
-    chunk_size,
-    held_products,
-    plan,
-    product_dtype,
-)
+from liger_fn.ops._chunked import Rows, check_head, chunk_size, plan
 from liger_fn.ops._collectives import Shard, Vocab, shard_of
 from liger_fn.ops._linear_rules import is_kept, primal_dtypes, rows_rule
 from liger_fn.ops._logp import LOGP_PASSES, logp_loop
+from liger_fn.ops._products import held_products, product_dtype
 from liger_fn.ops._vocab_parallel import LOGP_SHARD, logp_rows
 
 
