@@ -5,6 +5,7 @@ They share one wording: op, argument, what was wanted, what came.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WHOLE = (int, torch.SymInt)
+NUMBERS = (*WHOLE, float, torch.SymFloat)
 
 
 def check_tensors(op: str, **named: tuple[Tensor | None, str]) -> None:
@@ -93,10 +96,40 @@ def check_choice(op: str, name: str, value: object, choices: Collection[str]) ->
         raise ValueError(f"{op}: {name} must be one of {wanted}, got {value!r}")
 
 
-def check_positive(op: str, name: str, value: float | None) -> None:
-    """Hold an optional number to values above 0."""
-    if value is not None and not value > 0:
-        raise ValueError(f"{op}: {name} must be above 0, got {value}")
+def check_numbers(op: str, **named: object) -> None:
+    """Hold options to numbers: a tensor would have no gradient; ignore_index to a whole one."""
+    for name, value in named.items():
+        whole = name == "ignore_index"
+        if not isinstance(value, WHOLE if whole else NUMBERS):
+            kind = "an integer" if whole else "a number"
+            raise TypeError(f"{op}: {name} must be {kind}, got {type(value).__name__}")
+
+
+def check_positive(op: str, name: str, value: float | None, *, optional: bool = False) -> None:
+    """Hold a number to values above 0."""
+    if optional and value is None:
+        return
+    if not isinstance(value, NUMBERS):
+        check_numbers(op, **{name: value})
+    elif not 0 < value < math.inf:
+        wanted = "above 0" if value != math.inf else "finite"
+        raise ValueError(f"{op}: {name} must be {wanted}, got {value}")
+
+
+def check_least(op: str, name: str, value: float) -> None:
+    """Hold a number to values from 0 on."""
+    if not isinstance(value, NUMBERS):
+        check_numbers(op, **{name: value})
+    elif not value >= 0:
+        raise ValueError(f"{op}: {name} must be at least 0, got {value}")
+
+
+def check_share(op: str, name: str, value: float) -> None:
+    """Hold a number to [0, 1]."""
+    if not isinstance(value, NUMBERS):
+        check_numbers(op, **{name: value})
+    elif not 0 <= value <= 1:
+        raise ValueError(f"{op}: {name} must lie in [0, 1], got {value}")
 
 
 def check_count(op: str, name: str, value: float | Tensor | None, **home: Tensor) -> None:
@@ -107,5 +140,7 @@ def check_count(op: str, name: str, value: float | Tensor | None, **home: Tensor
             raise ValueError(f"{op}: {name} must have shape (), got {tuple(value.shape)}")
         if value.device not in (t.device, torch.device("cpu")):
             raise ValueError(f"{op}: {name} is on {value.device} but {of} is on {t.device}")
-    elif value is not None and value < 0:
-        raise ValueError(f"{op}: {name} must be at least 0, got {value}")
+        if value.dtype not in (*_FLOATS, *_INTEGERS):
+            raise TypeError(f"{op}: {name} must hold a number, got {value.dtype}")
+    elif value is not None:
+        check_least(op, name, value)

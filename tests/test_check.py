@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_fn import rms_norm, rope, swiglu, swiglu_packed
-from liger_fn._check import check_choice, check_positive, check_same_shape, check_tensors
+from liger_fn._check import (
+    check_choice,
+    check_least,
+    check_positive,
+    check_same_shape,
+    check_share,
+    check_tensors,
+)
 from tests.table import ROWS, Row
 
 FLOATS = "float32, bfloat16, float16 or float64"
@@ -306,9 +314,22 @@ def test_what_must_be_positive_is_refused_at_zero_and_below(value):
     )
 
 
-def test_positive_numbers_and_none_pass():
-    for value in (None, 1, 1e-30, float("inf")):
-        check_positive("op", "chunk", value)
+def test_positive_numbers_pass_and_none_where_it_may():
+    for value in (1, 1e-30, True):
+        check_positive("op", "cap", value)
+    check_positive("op", "cap", None, optional=True)
+    raises(TypeError, "op: cap must be a number, got NoneType", check_positive, "op", "cap", None)
+    raises(ValueError, "op: cap must be finite, got inf", check_positive, "op", "cap", math.inf)
+    raises(ValueError, "op: cap must be above 0, got nan", check_positive, "op", "cap", math.nan)
+
+
+def test_ranges_hold_nan_to_be_outside():
+    for check, wanted in ((check_least, "be at least 0"), (check_share, "lie in [0, 1]")):
+        check("op", "rate", 0)
+        raises(ValueError, f"op: rate must {wanted}, got nan", check, "op", "rate", math.nan)
+        raises(ValueError, f"op: rate must {wanted}, got -1", check, "op", "rate", -1)
+        raises(TypeError, "op: rate must be a number, got str", check, "op", "rate", "1")
+    raises(ValueError, "op: rate must lie in [0, 1], got 1.5", check_share, "op", "rate", 1.5)
 
 
 def test_a_choice_is_told_with_all_names():

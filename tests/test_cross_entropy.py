@@ -183,6 +183,17 @@ def test_label_smoothing_of_two_columns_by_hand(backend, device):
     assert logits.grad.tolist() == [pytest.approx([-0.15, 0.15])]
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_smoothed_loss_is_infinite_where_a_logit_is_minus_infinity(backend, device, at):
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0]], device=device, requires_grad=True)
+    loss = liger_fn.cross_entropy(logits, torch.tensor([at], device=device), label_smoothing=0.3)
+    loss.backward()
+    twin = logits.detach().clone().requires_grad_()
+    F.cross_entropy(twin, torch.tensor([at], device=device), label_smoothing=0.3).backward()
+    assert loss.item() == torch.inf
+    torch.testing.assert_close(logits.grad, twin.grad)
+
+
 def test_a_weighted_mean_divides_by_the_weights_of_its_targets(backend, device):
     # losses log 2 and log 2, weights 1 and 3, tokens 1 and 2: (1 * 1 + 3 * 2) / 4 * log 2
     loss = liger_fn.cross_entropy(

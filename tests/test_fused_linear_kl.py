@@ -180,6 +180,19 @@ def test_the_columns_nobody_knows_are_one_bucket(backend, device):
     assert dw.flatten().tolist() == pytest.approx([0.25, *[1 / 12 * (1 - 2)] * 3])
 
 
+@pytest.mark.parametrize("outside", [-1, 9])
+def test_a_column_outside_the_vocabulary_makes_its_row_nan(backend, device, outside):
+    w, x, tw, tx = drawn(3, device)
+    logp, at = (tx @ tw.T).log_softmax(-1).topk(2, -1)
+    at[1, 1] = outside
+    f = lambda x: liger_fn.fused_linear_kl(  # noqa: E731
+        w, x, None, None, teacher_logp_topk=(logp, at), reduction="none"
+    )
+    (losses,), (dx,) = results(f, (x,))
+    for t in (losses[:, None], dx):
+        assert t.isnan().any(1).tolist() == [False, True, False]
+
+
 def test_known_columns_take_the_place_of_the_teacher():
     w, x, tw, tx = drawn(3, torch.device("cpu"))
     logp, at = (tx @ tw.T).log_softmax(-1).topk(2, -1)
@@ -196,6 +209,10 @@ def test_known_columns_take_the_place_of_the_teacher():
         ValueError, match=r"^fused_linear_kl: axis k is 1 in indices but 2 in values"
     ):
         f(w, x, None, None, teacher_logp_topk=(logp, at[:, :1]))
+    with pytest.raises(
+        ValueError, match=r"^fused_linear_kl: axis k of indices must be 1 to 9, got 0"
+    ):
+        f(w, x, None, None, teacher_logp_topk=(logp[:, :0], at[:, :0]))
     with pytest.raises(TypeError, match=r"^fused_linear_kl: indices must hold integers"):
         f(w, x, None, None, teacher_logp_topk=(logp, logp))
     with pytest.raises(

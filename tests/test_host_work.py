@@ -38,11 +38,11 @@ MOST = {
     "mrope": (45, 51, 89),
     "softmax": (19, 25, 44),
     "sparsemax": (21, 27, 46),
-    "kl_div": (36, 42, 65),
-    "jsd": (36, 42, 65),
-    "tvd": (36, 42, 65),
-    "cross_entropy": (38, 44, 68),
-    "cross_entropy_with_stats": (41, 47, 71),
+    "kl_div": (39, 45, 68),
+    "jsd": (39, 45, 68),
+    "tvd": (39, 45, 68),
+    "cross_entropy": (43, 49, 73),
+    "cross_entropy_with_stats": (45, 51, 75),
 }
 
 

@@ -47,13 +47,21 @@ def test_a_module_computes_what_it_stands_for(device, name, dtype):
     (x,), _ = inputs(name, device)
     x, exact = x.to(dtype), copy.deepcopy(theirs).double()
     if name == "rms-axes":
-        exact.eps = torch.finfo(dtype).eps
+        exact.eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     every = gradients(ours, x), gradients(theirs, x), gradients(exact, x.double())
     for got, plain, want in zip(*every, strict=True):
         if dtype == torch.float64:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
         else:
             assert_exact_as(got, plain, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_without_eps_a_norm_of_small_numbers_is_that_of_torch(device, dtype):
+    x = (1e-3 * torch.randn(4, D, dtype=torch.float64)).to(device, dtype)
+    got = nn.RMSNorm(D, None, casting="gemma", device=device, dtype=dtype)(x)
+    want = torch.nn.RMSNorm(D, None, device=device, dtype=dtype)(x)
+    torch.testing.assert_close(got, want)
 
 
 @standing

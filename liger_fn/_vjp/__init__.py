@@ -93,6 +93,8 @@ def custom_vjp(
 
     Returns:
         A function of the tensors (positional) and options (by keyword) that returns the outputs.
+        It raises TypeError for an option that should be a number and is not: a tensor would
+        silently have no gradient.
 
     Example:
         See `liger_fn/ops/rms_norm.py`, and "A new op in one file" in CONTRIBUTING.md.
@@ -105,6 +107,9 @@ def custom_vjp(
     def call(*tensors: Maybe, **options: Any) -> Any:
         out: Any
         ready()
+        for o, kinds in op.kinds.items():
+            if not isinstance(options[o], kinds):
+                raise TypeError(f"{name}: {o} must be a number, got {type(options[o]).__name__}")
         if plain():
             unwanted = {"wanted": (False,) * len(differentiable)} if op.tells_fwd else {}
             out = op.fwd["reference"](*tensors, **unwanted, **options)

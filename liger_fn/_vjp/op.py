@@ -13,6 +13,7 @@ import torch
 import torch.utils.flop_counter
 from torch import Tensor
 
+from liger_fn._check import NUMBERS, WHOLE
 from liger_fn._launch import Backend, Maybe, Rule
 from liger_fn._vjp.batching import loop, one_launch, vmap_rule
 from liger_fn._vjp.sharding import register
@@ -62,6 +63,13 @@ class Op:
         }
         self.tells_fwd = options.pop("wanted", None) is not None
         self.options = list(options)
+        numbers = {"float": NUMBERS, "int": WHOLE}  # of which type an option must be
+        self.kinds = {
+            o: (*numbers[kind], *[type(None)] * bool(more))
+            for o, annotation in options.items()
+            for kind, _, more in [annotation.partition(" | ")]
+            if kind in numbers
+        }
         self.slots = [self.names.index(d) for d in self.differentiable]
         self.rows = [n in self.row_names for n in self.names]
         named = self.output_names

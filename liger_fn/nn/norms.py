@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from liger_fn._math import wide
 from liger_fn.ops.dyt import dyt
 from liger_fn.ops.group_norm import group_norm
 from liger_fn.ops.layer_norm import layer_norm
@@ -32,7 +33,8 @@ class RMSNorm(nn.RMSNorm):
 
     Args:
         normalized_shape: size of the last axis, or sizes of the last axes.
-        eps: added to the mean square; None takes the resolution of x's dtype, as torch does.
+        eps: added to the mean square; None takes the resolution of float32
+            (float64 for float64 x), as torch does.
         elementwise_affine: whether there is a weight.
         device: of the weight.
         dtype: of the weight.
@@ -67,7 +69,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., *normalized_shape)."""
         w = self.weight.flatten() if self.elementwise_affine else None
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        eps = torch.finfo(wide(x.dtype)).eps if self.eps is None else self.eps
         rows = _rows("RMSNorm", x, self.normalized_shape)
         y = rms_norm(rows, w, eps, offset=self.offset, casting=self.casting)
         return y.view(x.shape)

@@ -16,8 +16,11 @@ from torch import Tensor
 from liger_fn._check import (
     check_choice,
     check_count,
+    check_least,
+    check_numbers,
     check_positive,
     check_same_shape,
+    check_share,
     check_tensors,
 )
 from liger_fn._math import tanh_slope_ref, wide
@@ -154,11 +157,10 @@ def check_options(
     token_weight: Tensor | None, n_valid: float | Tensor | None,
 ) -> None:  # fmt: skip
     """Hold the options that every cross entropy has to their meaning."""
-    if not 0 <= row.label_smoothing <= 1:
-        raise ValueError(f"{op}: label_smoothing must lie in [0, 1], got {row.label_smoothing}")
-    if z_loss < 0:
-        raise ValueError(f"{op}: z_loss must be at least 0, got {z_loss}")
-    check_positive(op, "softcap", row.softcap)
+    check_numbers(op, logit_scale=row.logit_scale, ignore_index=row.ignore_index)
+    check_share(op, "label_smoothing", row.label_smoothing)
+    check_least(op, "z_loss", z_loss)
+    check_positive(op, "softcap", row.softcap, optional=True)
     check_tensors(op, y=(y, "int ..."), token_weight=(token_weight, "? ..."))
     check_same_shape(op, y=y, token_weight=token_weight)
     check_reduction(op, columns, reduction, n_valid, y=y)
@@ -187,6 +189,11 @@ def divisor(n_valid: float | Tensor, device: torch.device, dtype: torch.dtype) -
     else:
         n = torch.full((), n_valid, device=device, dtype=dtype)
     return torch.where(n == 0, 1.0, n)
+
+
+def live_weight(token_weight: Tensor, y: Tensor, ignore_index: int) -> Tensor:
+    """0 where a row does not count, where 1 / its number of tokens may be infinite."""
+    return torch.where(y == ignore_index, 0.0, token_weight)
 
 
 def reduce_rows(

@@ -4,6 +4,7 @@ from liger_fn._launch import tl, triton
 from liger_fn._math import (
     ahead_beside,
     ahead_in_lanes,
+    anchor,
     by_lane,
     capped,
     capped_slope,
@@ -33,6 +34,7 @@ def ce_row(
     tops = of_lanes(zy, BLOCK)
     totals = of_lanes(tl.full((), 0.0, zy.dtype), BLOCK)
     spread = tl.zeros((BLOCK,), zy.dtype)
+    base = anchor(zy)  # finite, so that an infinite loss stays one
     ahead = of_lanes(tl.full((), 0, tl.int32), BLOCK)
     first = tl.min(by_lane(col), 1)
     for k in range(0, steps, BLOCK):
@@ -40,8 +42,8 @@ def ce_row(
         z = load_capped(z_ptr + k + col, mask, SCALE, CAP)
         tops, totals = online(tops, totals, by_lane(z), 1.0)
         ahead += ahead_in_lanes(by_lane(z), zy, k + first, at)
-        if SMOOTHING != 0.0:  # sum of weight * (z[y] - z); the rest of weight * (lse - z) is gap
-            gap = tl.where(mask, zy - z, 0.0)
+        if SMOOTHING != 0.0:  # sum of weight * (base - z), and of weight * (lse - base) below
+            gap = tl.where(mask, base - z, 0.0)
             if weight_ptr is not None:
                 gap *= tl.load(weight_ptr + k + col, mask, other=0.0).to(zy.dtype)
             spread += gap
@@ -57,7 +59,11 @@ def ce_row(
     gap = logsum - (zy - top)
     nll = (1.0 - SMOOTHING) * own * gap
     if SMOOTHING != 0.0:
-        nll += SMOOTHING / tl.full((), v, zy.dtype) * (weights * gap + tl.sum(spread))
+        nll += (
+            SMOOTHING
+            / tl.full((), v, zy.dtype)
+            * (weights * (logsum - (base - top)) + tl.sum(spread))
+        )
     zsq = own * (top + logsum) * (top + logsum)
     nan = tl.where(bad, float("nan"), 0.0)
     nll, zsq = tl.where(y == IGNORE, 0.0, nll + nan), tl.where(y == IGNORE, 0.0, zsq + nan)

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_fn._check import check_positive, check_tensors
+from liger_fn._check import check_numbers, check_positive, check_share, check_tensors
 from liger_fn._math import wide
 from liger_fn.ops._ce import (
     Row,
     check_reduction,
     check_rows,
+    live_weight,
     normaliser,
     reduce_rows,
 )
@@ -191,22 +192,27 @@ def distill(
     at = None
     if topk is not None:
         teacher_x, at = _check_topk(op, tensors, topk)
-    _check(op, tensors, hard_weight, {**how, "beta": beta})
+    _check(op, tensors, hard_weight, {**how, "beta": beta, "ignore_index": ignore_index})
     check_reduction(op, w.shape[0], reduction, n_valid, x=x)
     check_loop(op, chunk, accum_dtype)
+    if at is not None and teacher_x is not None:  # both of top k
+        outside = (at < 0) | (at >= w.shape[0])
+        at, teacher_x = at.masked_fill(outside, 0), teacher_x.masked_fill(outside, torch.nan)
     live = torch.full(x.shape[:-1], ignore_index + 1, device=x.device) if y is None else y.long()
     if kind == "jsd" and beta in (0, 1):
         kind = "reverse" if beta else "kl"
     compute = product_dtype(w, x, b)
-    flat = (w, x.flatten(0, -2) if x.dim() > 1 else x[None], b, live.reshape(-1))
+    flat = (w, x.reshape(live.numel(), x.shape[-1]), b, live.reshape(-1))
     teacher = [None if t is None else t.detach() for t in (teacher_w, teacher_x, teacher_b, at)]
     for i in (1, 3):
-        teacher[i] = None if (t := teacher[i]) is None else t.reshape(-1, t.shape[-1])
+        teacher[i] = None if (t := teacher[i]) is None else t.reshape(live.numel(), t.shape[-1])
     options: dict[str, Any] = {**how, "kind": kind, "beta": beta, "ignore_index": ignore_index}
     options |= {"compute": compute, "accum_dtype": accum_dtype}
     options["chunk"] = chunk or 0
     dtype = wide(compute)
     n = normaliser(live, None, ignore_index, reduction, n_valid, dtype)
+    if token_weight is not None:
+        token_weight = live_weight(token_weight, live, ignore_index)
     if reduction == "none":
         loss = reduce_rows(
             _per_row(*flat, *teacher, **options).view(live.shape), token_weight, reduction, n
@@ -259,12 +265,17 @@ def _check(op: str, tensors: dict[str, Any], hard_weight: float, how: dict[str, 
                 f"{op}: leading axes are {tuple(t.shape[:-1])} in {name} but "
                 f"{tuple(x.shape[:-1])} in x"
             )
+    k, v = tensors.get("indices", x).shape[-1], tensors["w"].shape[0]
+    if "indices" in tensors and not 0 < k <= v:
+        raise ValueError(f"{op}: axis k of indices must be 1 to {v}, got {k}")
     check_rows(op, y, x=x)
     check_rows(op, tensors["token_weight"], "token_weight", "weight", x=x)
-    for name in ("temperature", "softcap", "teacher_softcap"):
-        check_positive(op, name, how[name])
-    for name, share in (("beta", how["beta"]), ("hard_weight", hard_weight)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"{op}: {name} must lie in [0, 1], got {share}")
+    scales = {name: how[name] for name in ("logit_scale", "teacher_logit_scale")}
+    check_numbers(op, ignore_index=how["ignore_index"], **scales)
+    check_positive(op, "temperature", how["temperature"])
+    for name in ("softcap", "teacher_softcap"):
+        check_positive(op, name, how[name], optional=True)
+    check_share(op, "beta", how["beta"])
+    check_share(op, "hard_weight", hard_weight)
     if hard_weight and y is None:
         raise ValueError(f"{op}: y must be given where hard_weight is not 0, got None")

@@ -38,11 +38,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_fn._check import check_positive, check_same_shape, check_tensors
+from liger_fn._check import (
+    check_numbers,
+    check_positive,
+    check_same_shape,
+    check_share,
+    check_tensors,
+)
 from liger_fn._launch import contiguous, launch, row_tile, rows_of, tl, triton
 from liger_fn._math import cast, narrow, wide
 from liger_fn._vjp import custom_vjp
-from liger_fn.ops._ce import check_reduction, check_rows, divisor, normaliser, reduce_rows
+from liger_fn.ops._ce import (
+    check_reduction,
+    check_rows,
+    divisor,
+    live_weight,
+    normaliser,
+    reduce_rows,
+)
 from liger_fn.ops._divergence_terms import divergence_load, divergence_row, divergence_terms
 
 # -- reference -------------------------------------------------------------------------------------
@@ -256,10 +269,10 @@ def divergence(
     check_same_shape(op, student=student, teacher=teacher)
     check_rows(op, y, student=student)
     check_rows(op, token_weight, "token_weight", "weight", student=student)
+    check_numbers(op, ignore_index=ignore_index)
     check_positive(op, "temperature", temperature)
     check_reduction(op, student.shape[-1], reduction, n_valid, student=student)
-    if not 0 <= beta <= 1:
-        raise ValueError(f"{op}: beta must lie in [0, 1], got {beta}")
+    check_share(op, "beta", beta)
     if kind == "jsd" and beta in (0, 1):
         kind, student, teacher = "kl", *((teacher, student) if beta else (student, teacher))
     y = None if y is None else y.long()
@@ -273,4 +286,6 @@ def divergence(
         n = divisor(rows.numel() if n_valid is None else n_valid, rows.device, rows.dtype)
     else:
         n = None
+    if token_weight is not None and y is not None:
+        token_weight = live_weight(token_weight, y, ignore_index)
     return reduce_rows(rows, token_weight, reduction, n)

@@ -11,7 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_fn._check import check_choice, check_count, check_positive, check_tensors
+from liger_fn._check import (
+    check_choice,
+    check_count,
+    check_least,
+    check_numbers,
+    check_positive,
+    check_tensors,
+)
 from liger_fn.ops._sequences import (
     Head,
     Reference,
@@ -218,11 +225,11 @@ def _check_options(op: str, o: Options) -> None:
         if value is not None and o.loss_type not in losses:
             raise ValueError(f"{op}: {name} cannot be used with loss_type {o.loss_type!r}")
         for number in value if isinstance(value, tuple) else (value,):
-            check_positive(op, name, number)
+            check_positive(op, name, number, optional=value is None)
     if o.importance == "sequence" and o.loss_type == "vespo":
         raise ValueError(f"{op}: importance 'sequence' cannot be used with loss_type 'vespo'")
-    if not o.beta >= 0:
-        raise ValueError(f"{op}: beta must be at least 0, got {o.beta}")
+    check_least(op, "beta", o.beta)
+    check_numbers(op, ignore_index=o.ignore_index)
 
 
 def check_fused(

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_fn._check import check_positive, check_tensors
+from liger_fn._check import check_numbers, check_positive, check_tensors
 from liger_fn._math import wide
 from liger_fn.ops._ce import divisor
 from liger_fn.ops._chunked import check_head
@@ -63,8 +63,9 @@ def check_sequences(
 ) -> None:  # fmt: skip
     """Hold the tensors of a fused loss together, x being (first, t, d)."""
     check_head(op, w, x, y, b, head.chunk, head.accum_dtype)
+    check_numbers(op, logit_scale=head.logit_scale, ignore_index=head.ignore_index)
     check_positive(op, "temperature", head.temperature)
-    check_positive(op, "softcap", head.softcap)
+    check_positive(op, "softcap", head.softcap, optional=True)
     if ref.logp is not None and given(ref._replace(logp=None)):
         raise ValueError(f"{op}: ref_logp and ref_w, ref_x cannot be given together")
     if (ref.w is None) != (ref.x is None) or (ref.w is None and ref.b is not None):
@@ -120,7 +121,7 @@ def check_logp(
 
 def live_tokens(y: Tensor | None, ignore_index: int) -> Tensor | None:
     """Which tokens count; None without y: all of them."""
-    return None if y is None else y != ignore_index
+    return None if y is None else y.long() != ignore_index  # 8 bits would wrap an index
 
 
 def masked(t: Tensor, live: Tensor | None) -> Tensor:

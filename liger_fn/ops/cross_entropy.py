@@ -31,6 +31,7 @@ from liger_fn.ops._ce import (
     Row,
     check_options,
     check_rows,
+    live_weight,
     reduced,
     reduced_loss,
     row_losses,
@@ -270,4 +271,5 @@ def _call(
         nll, zsq, correct = _rows(logits, y, weight, **row._asdict())
     else:
         nll, zsq, correct = ce_on_shard(logits, y, weight, **row._asdict(), **shard._asdict())
+    u = None if u is None else live_weight(u, y, row.ignore_index)
     return reduce(nll, zsq, correct, y, weight, row, z_loss, reduction, n_valid, u)

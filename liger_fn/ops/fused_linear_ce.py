@@ -30,6 +30,7 @@ from liger_fn.ops._ce import (
     CEStats,
     Row,
     check_options,
+    live_weight,
     normaliser,
     reduced,
     row_losses,
@@ -240,7 +241,8 @@ def _call(
     options: dict[str, Any] = {**row._asdict(), "compute": compute, "accum_dtype": accum_dtype}
     options |= {"chunk": chunk or 0, **shard}
     weight = None if class_weight is None else class_weight.detach()
-    a = (w, x.reshape(-1, x.shape[-1]), b, y.reshape(-1), weight)
+    u = None if u is None else live_weight(u, y, row.ignore_index)
+    a = (w, x.reshape(y.numel(), x.shape[-1]), b, y.reshape(-1), weight)
     if reduction == "none":
         nll, zsq, correct = (t.view(y.shape) for t in _per_row[sharded](*a, **options))
         return reduced(nll, zsq, correct, y, weight, row, z_loss, reduction, n_valid, u)

@@ -37,8 +37,9 @@ def fused_linear_kl(
         teacher_w: the teacher's projection (v, e); never differentiated, nor are its other tensors.
         teacher_x: the teacher's activations (..., e).
         teacher_logp_topk: in place of both, which are None then: the teacher's log-probabilities of
-            k columns of each row (..., k), and which columns (..., k), all different. What they
-            leave of its probability is one bucket, held against the same bucket of the student.
+            k columns of each row (..., k), and which columns (..., k), all different; one outside
+            [0, v) makes its row NaN. What they leave of its probability is one bucket, held against
+            the same bucket of the student.
         y: integers (...): rows that hold ignore_index do not count; with hard_weight also targets.
         b: the student's bias (v,).
         teacher_b: the teacher's bias (v,).

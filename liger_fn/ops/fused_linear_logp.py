@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_fn._check import check_positive
+from liger_fn._check import check_numbers, check_positive
 from liger_fn.ops._ce import Row
 from liger_fn.ops._chunked import Rows, check_head, chunk_size, plan
 from liger_fn.ops._collectives import Shard, Vocab, shard_of
@@ -213,13 +213,14 @@ def _call(
         shard = place._asdict()
     if widest == 0:
         raise ValueError(f"{op}: axis v must not be empty")
+    check_numbers(op, logit_scale=logit_scale, ignore_index=ignore_index)
     check_positive(op, "temperature", temperature)
-    check_positive(op, "softcap", softcap)
+    check_positive(op, "softcap", softcap, optional=True)
     compute = product_dtype(w, x, b)
     if group is not None:
         chunk = chunk or chunk_size(widest, compute, x.device)  # alike on all ranks
     out = rules[0 if group is None else 1](
-        w, x.reshape(-1, x.shape[-1]), b, y.long().reshape(-1), ignore_index=ignore_index,
+        w, x.reshape(y.numel(), x.shape[-1]), b, y.long().reshape(-1), ignore_index=ignore_index,
         logit_scale=logit_scale, softcap=softcap, temperature=temperature,
         chunk=chunk or 0, compute=compute, accum_dtype=accum_dtype, **shard,
     )  # fmt: skip

@@ -270,7 +270,7 @@ def group_norm(
     for name, t in (("w", w), ("b", b)):
         if t is not None and t.shape[0] != c:
             raise ValueError(f"group_norm: axis c is {t.shape[0]} in {name} but {c} in x")
-    if groups < 1 or c % groups:
+    if not isinstance(groups, int) or groups < 1 or c % groups:
         raise ValueError(f"group_norm: groups must divide axis c of x, which is {c}, got {groups}")
     flat = x.reshape(x.shape[0], c, math.prod(x.shape[2:]))
     return _group_norm(flat, w, b, n_groups=groups, eps=eps).reshape(x.shape)

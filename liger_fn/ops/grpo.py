@@ -222,7 +222,7 @@ def _fused(
     """The loss, then logp, entropy and logp of the reference, without gradients."""
     check_fused(op, w, x, y, advantages, b, old_logp, ref, o, head)
     ref_logp = reference_logp(ref, y, head, whole_logp) if given(ref) else None
-    n = grpo_count(y != o.ignore_index, o) if o.n_valid is None else o.n_valid
+    n = grpo_count(y.long() != o.ignore_index, o) if o.n_valid is None else o.n_valid
     options = o._asdict()
     del options["n_valid"]
     found = logp_loss(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_fn._check import check_choice, check_positive
+from liger_fn._check import check_choice, check_numbers, check_positive, check_share
 from liger_fn.ops._sequences import exp_capped, expm1_capped, log_sigmoid, masked, preferred
 from liger_fn.ops.preference._pairs import Pairs, check_counts, check_pair_options, check_pairs
 
@@ -175,10 +175,14 @@ def check_options(op: str, o: Options, weighted: bool) -> None:
             f"{op}: loss_weights must be as many as a list loss_type has names, got "
             f"{o.loss_weights!r} for {o.loss_type!r}"
         )
+    for weight in o.loss_weights or ():
+        check_numbers(op, loss_weights=weight)
     check_choice(op, "f_divergence", o.f_divergence, DIVERGENCES)
-    check_positive(op, "discopop_tau", o.discopop_tau)
-    if o.ld_alpha is not None and not 0 <= o.ld_alpha <= 1:
-        raise ValueError(f"{op}: ld_alpha must lie in [0, 1], got {o.ld_alpha}")
+    check_positive(op, "discopop_tau", o.discopop_tau, optional=True)
+    if o.f_alpha is not None:
+        check_numbers(op, f_alpha=o.f_alpha)
+    if o.ld_alpha is not None:
+        check_share(op, "ld_alpha", o.ld_alpha)
     if "exo_pair" in types and o.label_smoothing == 0:
         raise ValueError(f"{op}: label_smoothing must be above 0 with 'exo_pair', got 0")
     if "robust" in types and not o.label_smoothing < 0.5:
@@ -224,6 +228,7 @@ def trust_of(logp: Tensor, log_sum_sq: Tensor, live: Tensor) -> Tensor:
 def check_logps(
     op: str, logp: Tensor, y: Tensor | None, ref_logp: Tensor | None, log_sum_sq: Tensor | None,
     o: Options, n_valid: float | Tensor | None, nll_n_valid: float | Tensor | None,
+    ignore_index: int,
 ) -> None:  # fmt: skip
     """Hold the arguments of dpo_from_logp together."""
     weighted = log_sum_sq is not None
@@ -237,6 +242,6 @@ def check_logps(
         "log_sum_sq is per token": weighted,
     }
     needs_y = next((reason for reason, holds in reasons.items() if holds), None)
-    check_pairs(op, logp, y, needs_y, ref_logp=ref_logp, log_sum_sq=log_sum_sq)
+    check_pairs(op, logp, y, ignore_index, needs_y, ref_logp=ref_logp, log_sum_sq=log_sum_sq)
     check_counts(op, logp, n_valid, nll_n_valid, has_nll(o), types_of(o) != ("sft",))
     check_reference_use(op, o, None if ref_logp is None else "ref_logp")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_fn._check import check_count, check_positive, check_tensors
+from liger_fn._check import check_count, check_least, check_numbers, check_positive, check_tensors
 from liger_fn.ops._sequences import (
     Head,
     Reference,
@@ -99,15 +99,15 @@ def kto_terms(
 
 def _check_options(op: str, o: Options) -> None:
     check_positive(op, "beta", o.beta)
-    for name in ("desirable_weight", "undesirable_weight"):
-        if not getattr(o, name) >= 0:
-            raise ValueError(f"{op}: {name} must be at least 0, got {getattr(o, name)}")
+    check_least(op, "desirable_weight", o.desirable_weight)
+    check_least(op, "undesirable_weight", o.undesirable_weight)
 
 
 def check_logps(
     op: str, logp: Tensor, y: Tensor | None, desirable: Tensor, ref_logp: Tensor, o: Options
 ) -> None:
     _check_options(op, o)
+    check_numbers(op, ignore_index=o.ignore_index)
     needs_y = "average_logp divides by numbers of tokens" if o.average_logp else None
     if not isinstance(ref_logp, Tensor):
         raise TypeError(f"{op}: ref_logp must be a tensor, got {type(ref_logp).__name__}")
@@ -134,6 +134,8 @@ def _check_point(op: str, kl: float | Tensor | None, **home: Tensor) -> None:
     """Hold a tensor to one number; a number may lie below 0, as an estimate often does."""
     if isinstance(kl, Tensor):
         check_count(op, "kl", kl, **home)
+    elif kl is not None:
+        check_numbers(op, kl=kl)
 
 
 def check_kl(

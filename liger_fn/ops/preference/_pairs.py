@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_fn._check import check_count, check_positive
+from liger_fn._check import check_count, check_least, check_numbers, check_positive
 from liger_fn._math import wide
 from liger_fn.ops._ce import divisor
 from liger_fn.ops._logp_loss import logp_loss
@@ -67,8 +67,10 @@ class Pairs(NamedTuple):
 
 
 def check_pairs(
-    op: str, logp: Tensor, y: Tensor | None, needs_y: str | None = None, **more: Tensor | None
-) -> None:
+    op: str, logp: Tensor, y: Tensor | None, ignore_index: int, needs_y: str | None = None,
+    **more: Tensor | None,
+) -> None:  # fmt: skip
+    check_numbers(op, ignore_index=ignore_index)
     check_logp(op, y, needs_y, "2b", logp=logp, **more)
     _check_even(op, "logp", logp)
 
@@ -92,10 +94,10 @@ def check_pair_options(
     op: str, beta: float, label_smoothing: float = 0.0, nll_weight: float = 0.0
 ) -> None:
     check_positive(op, "beta", beta)
+    check_numbers(op, label_smoothing=label_smoothing)
+    check_least(op, "nll_weight", nll_weight)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"{op}: label_smoothing must lie in [0, 1), got {label_smoothing}")
-    if not nll_weight >= 0:
-        raise ValueError(f"{op}: nll_weight must be at least 0, got {nll_weight}")
 
 
 def check_counts(
@@ -150,7 +152,7 @@ def pair_loss(
     """Loss of that name and logp, the means divided by numbers that hold for the whole batch."""
     half, dtype = y.shape[0] // 2, wide(x.dtype)
     if nll_n_valid is None:
-        nll_n_valid = (y[:half] != head.ignore_index).sum()
+        nll_n_valid = (y[:half].long() != head.ignore_index).sum()
     counts = (divisor(half if n_valid is None else n_valid, x.device, dtype),
               divisor(nll_n_valid, x.device, dtype))  # fmt: skip
     return logp_loss(

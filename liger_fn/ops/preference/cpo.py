@@ -71,7 +71,7 @@ def cpo_from_logp(
     needs_y = "nll_weight weighs a mean over tokens" if nll_weight > 0 else None
     if average_logp:
         needs_y = "average_logp divides by numbers of tokens"
-    check_pairs("cpo_from_logp", logp, y, needs_y)
+    check_pairs("cpo_from_logp", logp, y, ignore_index, needs_y)
     check_counts("cpo_from_logp", logp, n_valid, nll_n_valid, nll_weight > 0)
     return _loss(
         logp, y, n_valid, nll_n_valid, beta=beta, nll_weight=nll_weight,

@@ -121,7 +121,9 @@ def dpo_from_logp(
         loss_type, loss_weights, beta, label_smoothing, f_divergence, f_alpha, discopop_tau,
         ld_alpha, average_logp, nll_weight,
     )  # fmt: skip
-    check_logps("dpo_from_logp", logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid)
+    check_logps(
+        "dpo_from_logp", logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid, ignore_index
+    )
     return _loss(logp, y, ref_logp, log_sum_sq, o, n_valid, nll_n_valid, ignore_index)
 
 
@@ -135,7 +137,7 @@ def _loss(
     )  # fmt: skip
     terms, trust = terms_of(pairs, o), None
     if log_sum_sq is not None and y is not None:
-        trust = trust_of(logp, log_sum_sq, y != ignore_index)
+        trust = trust_of(logp, log_sum_sq, y.long() != ignore_index)
     parts = [o.nll_weight * pairs.nll] if o.nll_weight > 0 else []
     for name, share in zip(types_of(o), weights_of(o), strict=True):
         if name == "sft":

@@ -70,7 +70,7 @@ def orpo_from_logp(
         2024, arXiv:2403.07691.
     """
     check_pair_options("orpo_from_logp", beta)
-    check_pairs("orpo_from_logp", logp, y, "the nll term is a mean over tokens")
+    check_pairs("orpo_from_logp", logp, y, ignore_index, "the nll term is a mean over tokens")
     check_counts("orpo_from_logp", logp, n_valid, nll_n_valid, True)
     return _loss(
         logp, y, n_valid, nll_n_valid, beta=beta, average_logp=average_logp,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_fn._check import check_numbers
 from liger_fn.ops._collectives import Vocab
 from liger_fn.ops._logp_loss import algebra
 from liger_fn.ops._sequences import NO_REFERENCE, Head, preferred
@@ -66,7 +67,8 @@ def simpo_from_logp(
         2024, arXiv:2405.14734.
     """
     check_pair_options("simpo_from_logp", beta)
-    check_pairs("simpo_from_logp", logp, y)
+    check_numbers("simpo_from_logp", gamma_beta_ratio=gamma_beta_ratio)
+    check_pairs("simpo_from_logp", logp, y, ignore_index)
     check_counts("simpo_from_logp", logp, n_valid, None, False)
     return _loss(
         logp, y, n_valid, beta=beta, gamma_beta_ratio=gamma_beta_ratio, average_logp=average_logp,
@@ -171,6 +173,7 @@ def _fused(
     n_valid: float | Tensor | None, head: Head,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_pair_options(op, beta)
+    check_numbers(op, gamma_beta_ratio=gamma_beta_ratio)
     check_pair_head(op, w, x, y, b, NO_REFERENCE, head)
     check_counts(op, x, n_valid, None, False)
     return pair_loss(
