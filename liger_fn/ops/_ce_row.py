@@ -59,11 +59,8 @@ def ce_row(
     gap = logsum - (zy - top)
     nll = (1.0 - SMOOTHING) * own * gap
     if SMOOTHING != 0.0:
-        nll += (
-            SMOOTHING
-            / tl.full((), v, zy.dtype)
-            * (weights * (logsum - (base - top)) + tl.sum(spread))
-        )
+        every = weights * (logsum - (base - top)) + tl.sum(spread)
+        nll += SMOOTHING / tl.full((), v, zy.dtype) * every
     zsq = own * (top + logsum) * (top + logsum)
     nan = tl.where(bad, float("nan"), 0.0)
     nll, zsq = tl.where(y == IGNORE, 0.0, nll + nan), tl.where(y == IGNORE, 0.0, zsq + nan)
