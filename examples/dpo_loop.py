@@ -114,11 +114,18 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def count(text: str) -> int:
+    """A number on the command line, 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--warmup", type=int, default=MODEL.steps, help="steps of language model")
-    parser.add_argument("--steps", type=int, default=60, help="steps of preference optimisation")
-    parser.add_argument("--pairs", type=int, default=16, help="pairs of a step")
+    parser.add_argument("--steps", type=count, default=60, help="steps of preference optimisation")
+    parser.add_argument("--pairs", type=count, default=16, help="pairs of a step")
     parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--out", type=Path, default=Path("runs/dpo.png"))
     args = parser.parse_args(argv)

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 
 import torch
-from dpo_loop import MODEL, Params, make_pairs, pretrained
+from dpo_loop import MODEL, Params, count, make_pairs, pretrained
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,7 +29,7 @@ def pair_loss(params: Params, tokens: Tensor, y: Tensor, ref_logp: Tensor) -> Te
 def main(argv: Sequence[str] | None = None) -> Tensor:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--warmup", type=int, default=60, help="steps of language model")
-    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--pairs", type=count, default=24)
     args = parser.parse_args(argv)
     pairs = make_pairs().take(torch.arange(args.pairs))
     params = pretrained(args.warmup)

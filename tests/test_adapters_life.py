@@ -35,6 +35,56 @@ pytestmark = pytest.mark.usefixtures("plain")
 # -- switches
 
 
+@pytest.mark.parametrize("was", [{}, {"layer_norm": False}])
+def test_a_block_leaves_an_adapted_model_as_it_was(was):
+    model = adapt(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)), **was)
+    before = [dict(m.__dict__) for m in model.modules()]
+    with adapted(model) as inner, adapted(inner, layer_norm=False):
+        assert "forward" not in model[0].__dict__
+    assert [dict(m.__dict__) for m in model.modules()] == before
+
+
+def test_a_switch_is_true_false_or_none():
+    with pytest.raises(ValueError, match=r"^adapt: rms_norm must be True, False or None, got 'no'"):
+        adapt(torch.nn.LayerNorm(8), rms_norm="no")
+
+
+class Gated(torch.nn.Module):
+    """As the norms of Mamba: an rms_norm, unless there is a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.rand(8)), 1e-5
+
+    def forward(self, x, gate=None):
+        x = x if gate is None else x * torch.nn.functional.silu(gate)
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+def test_a_norm_that_takes_more_than_one_tensor_is_left_alone(device):
+    norm = Gated().to(device)
+    x, gate = torch.randn(2, 3, 8, device=device)
+    want = norm(x, gate)
+    assert "forward" not in adapt(norm).__dict__
+    assert torch.equal(norm(x, gate), want)
+
+
+def test_what_is_called_by_keyword_runs_its_own_forward(device):
+    layer, x = torch.nn.LayerNorm(8, device=device), torch.randn(3, 8, device=device)
+    want = layer(x)
+    assert "forward" in adapt(layer).__dict__
+    torch.testing.assert_close(layer(input=x), want)
+
+
+def test_a_model_without_a_head_or_a_loss_is_told_so(llama, batch):
+    labels = batch.pop("labels")
+    body = adapt(llama.model)
+    with pytest.raises(AdapterError, match=r"^token_logprobs: no head of LlamaModel is adapted: "):
+        adapters.token_logprobs(body, labels=labels, **batch)
+    with pytest.raises(AdapterError, match=r"^check_adapter: LlamaModel gives no loss for this "):
+        check_adapter(body, batch)
+
+
 @pytest.mark.parametrize(
     ("switch", "left"), [("rms_norm", 5), ("rope", 8), ("glu", 8), ("fused_linear_ce", 10)]
 )
@@ -244,7 +294,9 @@ def test_all_labels_ignored_is_a_loss_of_zero(llama, batch):
 
 def test_token_logprobs_take_a_temperature_and_want_an_adapted_model(llama, batch):
     labels = batch.pop("labels")
-    with pytest.raises(AdapterError, match=r"^token_logprobs: the model is not adapted"):
+    with pytest.raises(
+        AdapterError, match=r"^token_logprobs: no head of LlamaForCausalLM is adapted"
+    ):
         adapters.token_logprobs(llama, labels=labels, **batch)
     z = llama(**batch).logits[:, :-1] / 0.7
     want = z.log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]

@@ -56,6 +56,11 @@ def test_a_module_computes_what_it_stands_for(device, name, dtype):
             assert_exact_as(got, plain, want)
 
 
+def test_a_norm_knows_its_castings_when_it_is_made():
+    with pytest.raises(ValueError, match=r"^RMSNorm: casting must be one of 'llama', 'gemma', "):
+        nn.RMSNorm(8, casting="half")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_without_eps_a_norm_of_small_numbers_is_that_of_torch(device, dtype):
     x = (1e-3 * torch.randn(4, D, dtype=torch.float64)).to(device, dtype)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.func import grad, vmap
+from torch.utils._pytree import tree_leaves
 
 import liger_fn
-from tests.table import ROWS, Row
+from tests.table import ROWS, Row, norms_and_gates
 
 # what rows call by a short name, and options that have no default
 _NAMES = {
@@ -130,22 +132,143 @@ def test_the_weight_of_a_row_that_does_not_count_is_not_read(
         assert torch.equal(got, want)
 
 
-def test_options_of_an_op_are_held_to_what_its_rule_says():
-    def fwd(x: Tensor, *, scale: float, times: int) -> tuple[Tensor]:
-        return (x * scale * times,)
+def scaled(x: Tensor, *, scale: float, times: int = 2) -> tuple[Tensor]:
+    return (x * scale * times,)
 
-    def bwd(d: Tensor, x: Tensor, *, scale: float, times: int, wanted: Any) -> tuple[Tensor]:
-        return (d * scale * times,)
 
-    op: Callable[..., Tensor] = liger_fn.custom_vjp(
-        "scaled_for_a_test",
-        fwd={"reference": fwd, "triton": fwd},
-        bwd={"reference": bwd, "triton": bwd},
-        differentiable=("x",),
+def pulled(d: Tensor, x: Tensor, *, scale: float, times: int, wanted: Any) -> tuple[Tensor]:
+    return (d * scale * times,)
+
+
+def made(name: str, **options: Any) -> Callable[..., Any]:
+    rules: dict[str, Any] = {
+        "fwd": dict.fromkeys(("reference", "triton"), scaled),
+        "bwd": dict.fromkeys(("reference", "triton"), pulled),
+        "differentiable": ("x",),
+    }
+    return liger_fn.custom_vjp(name, **{**rules, **options})
+
+
+def odd(x: Tensor, *, mode: bool | None) -> tuple[Tensor]:
+    return (x,)
+
+
+def test_a_call_of_an_op_names_what_is_missing_or_unknown():
+    op, x = made("called_for_a_test"), torch.ones(2)
+    assert op(x, scale=2.0).tolist() == [4.0, 4.0]  # times has a default
+    for args, options, message in (
+        ((x,), {}, "option scale must be given"),
+        ((x,), {"scale": 2.0, "tims": 3}, r"options must be among \['scale', 'times'\], got tims"),
+        ((), {"scale": 2.0, "x": x}, r"options must be among \['scale', 'times'\], got x"),
+        ((), {"scale": 2.0}, r"tensors must be 1, \['x'\], got 0"),
+        ((x, x), {"scale": 2.0}, r"tensors must be 1, \['x'\], got 2"),
+    ):
+        with pytest.raises(TypeError, match=f"^called_for_a_test: {message}$"):
+            op(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"fwd": {"reference": scaled}}, ValueError, "fwd of 'told' must be keyed 'reference' and"),
+        ({"rows": ("q",)}, ValueError, r"rows of 'told' must be among the tensors \['x'\], got"),
+        ({"differentiable": ("z",)}, ValueError, "differentiable of 'told' must be among the ten"),
+        (
+            {"fwd": {"reference": odd, "triton": odd}},
+            TypeError,
+            "option mode of 'told' must be annotated as one of .*, got bool | None",
+        ),
+    ],
+)
+def test_the_table_of_an_op_is_held_to_itself(
+    options: dict[str, Any], kind: type[Exception], message: str
+):
+    with pytest.raises(kind, match=f"^custom_vjp: {message}"):
+        made("told", **options)
+
+
+def test_a_name_is_given_once():
+    made("once_for_a_test")
+    for name in ("once_for_a_test", "rms_norm", "no name"):
+        with pytest.raises(ValueError, match=f"^custom_vjp: the name of '{name}' must be"):
+            made(name)
+
+
+def test_what_is_not_differentiable_has_no_gradient_whatever_else_has_one(backend: str):
+    def fwd(x: Tensor, m: Tensor) -> tuple[Tensor]:
+        return (x * m,)
+
+    def bwd(d: Tensor, x: Tensor, m: Tensor, *, wanted: Any) -> tuple[Tensor]:
+        return (d * m,)
+
+    twice: Any = ("reference", "triton")
+    op = made(
+        f"masked_for_a_test_{backend}", fwd=dict.fromkeys(twice, fwd), bwd=dict.fromkeys(twice, bwd)
     )
-    x = torch.ones(2)
+    m = torch.ones(2, requires_grad=True)
+    assert not op(torch.ones(2), m).requires_grad
+    op(torch.ones(2, requires_grad=True), m).sum().backward()
+    assert m.grad is None
+
+
+def test_options_of_an_op_are_held_to_what_its_rule_says():
+    op, x = made("scaled_for_a_test"), torch.ones(2)
     assert op(x, scale=2, times=3).tolist() == [6.0, 6.0]
     with pytest.raises(TypeError, match=r"^scaled_for_a_test: scale must be a number, got Tensor$"):
         op(x, scale=torch.tensor(2.0), times=3)
     with pytest.raises(TypeError, match=r"^scaled_for_a_test: times must be a number, got float$"):
         op(x, scale=2.0, times=3.0)
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "dpo_loss": {"loss_type": ("sigmoid", "sft"), "loss_weights": (0.5, 0.5), "ld_alpha": 0.5},
+    "orpo_loss": {},
+    "cpo_loss": {"label_smoothing": 0.1},
+    "simpo_loss": {"gamma_beta_ratio": 0.5},
+    "kto_loss": {"desirable_weight": 1.5},
+    "grpo_loss": {"delta": 4.0},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_compiled_loss_takes_numbers_that_change(name: str, device: torch.device):
+    """Dynamo makes a symbol of the second one."""
+    f, row, options = getattr(liger_fn, name), CALLABLE[name], LOSSES[name]
+    args = {_NAMES.get(k, k): t for k, t in row.arguments(device).items()}
+    args.update({k: v for k, v in _NEEDED.get(name, {}).items() if k != "beta"})
+
+    def loss(scale: float) -> Tensor:
+        scaled = {k: v * scale for k, v in options.items() if isinstance(v, float)}
+        if name == "dpo_loss":
+            scaled["loss_weights"] = (scale, 0.5)
+        value: Tensor = f(**{**args, **options, **scaled}, beta=scale)
+        return value
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for scale in (0.1, 0.2, 0.3):
+        torch.testing.assert_close(compiled(scale), loss(scale))
+
+
+# the mean of a loss divides one number by another, where torch's own vmap (2.13) has an error
+_WHOLE = [row for row in ROWS if row.ops and not _with(row, "y") and row in norms_and_gates.ROWS]
+
+
+@pytest.mark.parametrize("row", _WHOLE, ids=lambda row: row.id)
+def test_vmap_over_no_samples(row: Row, backend: str, device: torch.device):
+    """Empty results of the right shapes, as an empty rank wants them: no kernel has an address."""
+    args = row.arguments(device)
+    at = tuple(i for i, n in enumerate(args) if n in row.differentiable)
+
+    def total(*a: Tensor) -> Tensor:
+        return tree_leaves(row.fn(*a))[0].sum()
+
+    for f in (row.fn, grad(total, at)):
+        for names in ([name] for name in args), [[*args]]:
+            for mapped in names:
+                dims = tuple(0 if name in mapped else None for name in args)
+                a = [t.expand(2, *t.shape) if n in mapped else t for n, t in args.items()]
+                none = [t[:0] if n in mapped else t for n, t in zip(args, a, strict=True)]
+                want, got = tree_leaves(vmap(f, dims)(*a)), tree_leaves(vmap(f, dims)(*none))
+                assert [(t.shape, t.dtype) for t in got] == [
+                    ((0, *t.shape[1:]), t.dtype) for t in want
+                ]

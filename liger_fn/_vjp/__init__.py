@@ -20,6 +20,7 @@ This package is the only place that names torch.autograd or functorch internals.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def custom_vjp(
     Every output and residual is a fresh tensor. A cotangent that arrives as None is zero. `wanted`
     is a tuple of bools, one per differentiable argument: where it is False the rule returns None
     and should do no work. A forward rule that names `wanted` among its options is told as well;
-    what its residuals then leave out, bwd must recompute when it is wanted after all. Where the
+    what its residuals then leave out (empty tensors, never None), bwd must recompute when it is
+    wanted after all. Where the
     pullback rule of the kernels names `donated`, True lets it write over its first cotangent.
 
     What bwd does not name among its tensors is not kept for it, and what `outputs` names may stand
@@ -73,9 +75,11 @@ def custom_vjp(
 
     Args:
         name: of the registered ops, `liger_fn::<name>_fwd` and `liger_fn::<name>_bwd`.
-        fwd: forward rules, keyed "reference" and "triton".
+        fwd: forward rules, keyed "reference" and "triton". Each option is annotated as float, int,
+            bool, str, torch.dtype or tuple[bool, ...], the first two perhaps with `| None`.
         bwd: pullback rules, with the same keys.
-        differentiable: names of the arguments that have cotangents.
+        differentiable: names of the arguments that have cotangents; others have no gradient in
+            reverse mode.
         rows: names of the arguments whose leading axes are free; outputs, residuals and cotangents
             of outputs share those axes. vmap over these alone needs no further rule.
         outputs: how many results of fwd are public, or their names; the others are residuals.
@@ -90,6 +94,10 @@ def custom_vjp(
         flops: operations of fwd and of bwd from the shapes of their arguments, for FLOP counters.
         axes: which axes of a DTensor may be sharded, as "... [n], [n] -> ... [n], ..." of a norm:
             arguments, then outputs and residuals; those in brackets must be whole. None: refused.
+
+    Raises:
+        ValueError: the name is taken, a name or a key of the rules does not fit.
+        TypeError: an option is annotated as something else.
 
     Returns:
         A function of the tensors (positional) and options (by keyword) that returns the outputs.
@@ -108,8 +116,12 @@ def custom_vjp(
         out: Any
         ready()
         for o, kinds in op.kinds.items():
+            if o not in options:
+                options[o] = op.default(o)
             if not isinstance(options[o], kinds):
                 raise TypeError(f"{name}: {o} must be a number, got {type(options[o]).__name__}")
+        if len(options) > len(op.kinds) or len(tensors) != len(op.names):
+            raise TypeError(op.usage(len(tensors), options))
         if plain():
             unwanted = {"wanted": (False,) * len(differentiable)} if op.tells_fwd else {}
             out = op.fwd["reference"](*tensors, **unwanted, **options)
@@ -124,7 +136,8 @@ def custom_vjp(
             static = (backend, (), (False,) * len(tensors), wanted, values)
             transformed = torch._C._are_functorch_transforms_active()
             if not transformed and not any(wanted):
-                out = op.run_fwd(static, tensors)
+                with torch.no_grad() if grad else nullcontext():
+                    out = op.run_fwd(static, tensors)
             elif transformed or torch.compiler.is_compiling():
                 out = forward(static, *tensors)
             else:

@@ -83,6 +83,17 @@ def loop(
     return tuple(torch.stack(o).unflatten(0, groups) for o in zip(*outs, strict=True))
 
 
+def none_of(
+    rule: Callable, groups: Sequence[int], mapped: Sequence[bool], tensors: Sequence[Maybe]
+) -> tuple[Tensor, ...]:
+    """No samples: the shapes that a rule gives for one, in groups of none."""
+    one = [
+        t.new_zeros(t.shape[len(groups) :]) if on and t is not None else t
+        for t, on in zip(tensors, mapped, strict=True)
+    ]
+    return tuple(t.new_empty((*groups, *t.shape)) for t in rule(*one))
+
+
 def vmap_rule(rule: Callable, mapped: Sequence[bool]) -> Callable:
     """torch.vmap over the first axis of mapped arguments, some of which may be None."""
 

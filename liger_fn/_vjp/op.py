@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_fn._check import NUMBERS, WHOLE
 from liger_fn._launch import Backend, Maybe, Rule
-from liger_fn._vjp.batching import loop, one_launch, vmap_rule
+from liger_fn._vjp.batching import loop, none_of, one_launch, vmap_rule
 from liger_fn._vjp.sharding import register
 
 _LIB = torch.library.Library("liger_fn", "DEF")
@@ -63,13 +63,14 @@ class Op:
         }
         self.tells_fwd = options.pop("wanted", None) is not None
         self.options = list(options)
+        self._check(options)
         numbers = {"float": NUMBERS, "int": WHOLE}  # of which type an option must be
-        self.kinds = {
-            o: (*numbers[kind], *[type(None)] * bool(more))
+        self.kinds: dict[str, Any] = {
+            o: (*numbers[kind], *[type(None)] * bool(more)) if kind in numbers else object
             for o, annotation in options.items()
             for kind, _, more in [annotation.partition(" | ")]
-            if kind in numbers
         }
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self.slots = [self.names.index(d) for d in self.differentiable]
         self.rows = [n in self.row_names for n in self.names]
         named = self.output_names
@@ -93,6 +94,36 @@ class Op:
         for visible, formula in zip((self.fwd_op, self.bwd_op), self.flops or (), strict=False):
             torch.utils.flop_counter.register_flop_formula(visible.overloadpacket)(formula)
         register(self, self.axes, _LIB)
+
+    def _check(self, options: dict[str, str]) -> None:
+        """Hold the table to itself, where whoever writes it can see what is wrong."""
+        says = f"custom_vjp: {{}} of {self.name!r} must be {{}}, got {{}}".format
+        if not self.name.isidentifier() or hasattr(torch.ops.liger_fn, f"{self.name}_fwd"):
+            raise ValueError(says("the name", "an identifier that is not taken", self.name))
+        for way, rules in (("fwd", self.fwd), ("bwd", self.bwd)):
+            if {*rules} != {"reference", "triton"}:
+                raise ValueError(says(way, "keyed 'reference' and 'triton'", [*rules]))
+        for way, named in (("differentiable", self.differentiable), ("rows", self.row_names)):
+            if not {*named} <= {*self.names}:
+                raise ValueError(says(way, f"among the tensors {self.names}", [*named]))
+        for o, annotation in options.items():
+            if annotation not in _SCHEMA:
+                raise TypeError(
+                    says(f"option {o}", f"annotated as one of {[*_SCHEMA]}", annotation)
+                )
+
+    def default(self, option: str) -> Any:
+        """What an option is where it is not given."""
+        if option not in self.defaults:
+            raise TypeError(f"{self.name}: option {option} must be given")
+        return self.defaults[option]
+
+    def usage(self, tensors: int, options: Mapping[str, Any]) -> str:
+        """Say how a call should have been."""
+        unknown = sorted({*options} - {*self.options})
+        if unknown:
+            return f"{self.name}: options must be among {self.options}, got {', '.join(unknown)}"
+        return f"{self.name}: tensors must be {len(self.names)}, {self.names}, got {tensors}"
 
     # -- registered ops: Tensor lists out, so that a cotangent that nobody wants has no tensor
 
@@ -192,6 +223,8 @@ class Op:
         rule = make_rule(backend, wanted, options)
         if not groups:
             return rule(*tensors)
+        if 0 in groups:
+            return none_of(rule, groups, mapped, tensors)
         if self.grouped and backend == "triton":
             return one_launch(rule, groups, mapped, tensors)
         return loop(rule, groups, mapped, tensors)

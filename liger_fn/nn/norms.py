@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from liger_fn._check import check_choice
 from liger_fn._math import wide
+from liger_fn.ops._rms import CASTINGS
 from liger_fn.ops.dyt import dyt
 from liger_fn.ops.group_norm import group_norm
 from liger_fn.ops.layer_norm import layer_norm
@@ -53,6 +55,7 @@ class RMSNorm(nn.RMSNorm):
         elementwise_affine: bool = True, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None, *, offset: float = 0.0, casting: str = "llama",
     ) -> None:  # fmt: skip
+        check_choice("RMSNorm", "casting", casting, CASTINGS)
         self.offset, self.casting = offset, casting  # before reset_parameters, which reads offset
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 

@@ -202,7 +202,7 @@ def distill(
     if kind == "jsd" and beta in (0, 1):
         kind = "reverse" if beta else "kl"
     compute = product_dtype(w, x, b)
-    flat = (w, x.reshape(live.numel(), x.shape[-1]), b, live.reshape(-1))
+    flat = (w, x.reshape(live.numel(), x.shape[-1]), b, live.reshape(live.numel()))
     teacher = [None if t is None else t.detach() for t in (teacher_w, teacher_x, teacher_b, at)]
     for i in (1, 3):
         teacher[i] = None if (t := teacher[i]) is None else t.reshape(live.numel(), t.shape[-1])
@@ -218,7 +218,7 @@ def distill(
             _per_row(*flat, *teacher, **options).view(live.shape), token_weight, reduction, n
         )
     else:
-        u = None if token_weight is None else token_weight.reshape(-1).to(dtype)
+        u = None if token_weight is None else token_weight.reshape(live.numel()).to(dtype)
         loss = _sum(*flat, *teacher, u, **options)
         loss = loss if n is None else loss / n
     if not hard_weight:

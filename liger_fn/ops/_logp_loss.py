@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_fn._check import NUMBERS
 from liger_fn._math import wide
 from liger_fn._vjp import derivative, plain
 from liger_fn.ops._chunked import Chunk, Rows, chunk_size
@@ -73,7 +74,7 @@ def logp_loss(
         how = {**head._asdict(), "chunk": fit if shard else head.chunk or 0}  # alike on all ranks
         del how["group"]
         loss, *found = _rules[1 if shard else 0](
-            w, x, b, y.long(), *tensors, loss=_spell(name, tuple(options.items())),
+            w, x, b, y.long(), *tensors, loss=_spell(name, _constant(tuple(options.items()))),
             entropy=entropy, compute=compute, **how, **shard,
         )  # fmt: skip
         return loss, found[0].detach(), found[1].detach()
@@ -99,6 +100,17 @@ def pair_logp(w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head) -> 
 def whole_logp(w: Tensor, x: Tensor, y: Tensor, b: Tensor | None, head: Head) -> Tensor:
     """log p(y) in the chunks of a loss on single sequences."""
     return logp_loss("sequences", w, x, y, b, head)[1]
+
+
+def _constant(value: Any) -> Any:
+    """Without symbols: Dynamo makes one of a number that it has seen change."""
+    if isinstance(value, (tuple, list)):
+        return tuple([_constant(v) for v in value])
+    if not torch.compiler.is_compiling() or not isinstance(value, NUMBERS):
+        return value
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # not at import: it takes long
+
+    return guard_scalar(value)
 
 
 def _spell(name: str, options: tuple[tuple[str, Any], ...]) -> str:
@@ -145,7 +157,7 @@ def _fwd(
 
     sequence = torch.arange(n, device=y.device).repeat_interleave(t)
     (logp, *more), dw, dx, db = logp_loop(
-        both, w, x.reshape(n * t, -1), b, y.reshape(-1), (sequence,), wanted,
+        both, w, x.reshape(n * t, x.shape[-1]), b, y.reshape(n * t), (sequence,), wanted,
         ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
         temperature=temperature, chunk=chunk, compute=compute, accum_dtype=accum_dtype,
         chunks=functools.partial(_whole, n // together, together, t), keep=True,
@@ -179,7 +191,7 @@ def _bwd(
     scale, rows = d_loss if d_logp is None else None, functools.partial(rows, stats=False)
 
     def late(missing: tuple[bool, ...]) -> Sequence[Tensor | None]:
-        flat, of = x.reshape(y.numel(), -1), y.reshape(-1)
+        flat, of = x.reshape(y.numel(), x.shape[-1]), y.reshape(y.numel())
         (logp,), *_ = logp_loop(rows, w, flat, b, of, (None,), (False,) * 3, **options)
         c = derivative(_read(loss)[0], logp.view(y.shape), y, t0, t1, t2, t3)
         if d_logp is not None:

@@ -242,12 +242,12 @@ def _call(
     options |= {"chunk": chunk or 0, **shard}
     weight = None if class_weight is None else class_weight.detach()
     u = None if u is None else live_weight(u, y, row.ignore_index)
-    a = (w, x.reshape(y.numel(), x.shape[-1]), b, y.reshape(-1), weight)
+    a = (w, x.reshape(y.numel(), x.shape[-1]), b, y.reshape(y.numel()), weight)
     if reduction == "none":
         nll, zsq, correct = (t.view(y.shape) for t in _per_row[sharded](*a, **options))
         return reduced(nll, zsq, correct, y, weight, row, z_loss, reduction, n_valid, u)
     rule = rules[sharded]
-    u = u if u is None else u.reshape(-1).to(wide(compute))
+    u = u if u is None else u.reshape(y.numel()).to(wide(compute))
     n = normaliser(y, weight, row.ignore_index, reduction, n_valid, wide(compute))
     loss, *rest = (
         (out,) if isinstance(out := rule(*a, u, z_loss=z_loss, **options), Tensor) else out

@@ -219,8 +219,9 @@ def _call(
     compute = product_dtype(w, x, b)
     if group is not None:
         chunk = chunk or chunk_size(widest, compute, x.device)  # alike on all ranks
+    m = y.numel()
     out = rules[0 if group is None else 1](
-        w, x.reshape(y.numel(), x.shape[-1]), b, y.long().reshape(-1), ignore_index=ignore_index,
+        w, x.reshape(m, x.shape[-1]), b, y.long().reshape(m), ignore_index=ignore_index,
         logit_scale=logit_scale, softcap=softcap, temperature=temperature,
         chunk=chunk or 0, compute=compute, accum_dtype=accum_dtype, **shard,
     )  # fmt: skip

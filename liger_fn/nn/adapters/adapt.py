@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from liger_fn.nn.adapters.binding import bind, slot_of, unbind
+from liger_fn.nn.adapters.binding import bind, bound, slot_of, unbind
 from liger_fn.nn.adapters.fingerprint import Glu
 from liger_fn.nn.adapters.forwards import bind_spec
 from liger_fn.nn.adapters.head import PLAN, Plan, head_forward, model_forward
@@ -71,6 +71,9 @@ def adapt(
             strict=True,
         )
     )
+    for switch, value in asked.items():
+        if value not in (None, True, False):
+            raise ValueError(f"adapt: {switch} must be True, False or None, got {value!r}")
     check_loop("adapt", chunk, accum_dtype)
     check_chunk("adapt", mlp_chunk, "mlp_chunk")
     if getattr(model, "use_kernels", False):
@@ -135,7 +138,7 @@ def restore(model: M) -> M:
 
 @contextmanager
 def adapted(model: M, **switches: Any) -> Iterator[M]:
-    """Adapt a model inside a `with` block, and restore it at the end.
+    """Adapt a model inside a `with` block; at the end it is as it was, plain or adapted.
 
     Args:
         model: as in `adapt`.
@@ -145,8 +148,11 @@ def adapted(model: M, **switches: Any) -> Iterator[M]:
         >>> with adapted(torch.nn.Sequential(torch.nn.LayerNorm(8))) as model:
         ...     y = model(torch.ones(8))
     """
+    before = [(m, kept) for m in model.modules() if (kept := bound(m, PLAN))]
     adapt(model, **switches)
     try:
         yield model
     finally:
         restore(model)
+        for m, kept in before:
+            m.__dict__.update(kept)

@@ -64,6 +64,15 @@ def bind(m: nn.Module, f: Callable[..., Any], slot: str | None = None) -> None:
     m.__dict__[slot] = MethodType(f, m)
 
 
+def bound(m: nn.Module, *more: str) -> dict[str, Any]:
+    """What an adapted module has in its own `__dict__` for it, and `more`; empty for another."""
+    if not any(is_bound(m, slot) for slot in _SLOTS):
+        return {}
+    state = m.__dict__
+    kept = {_KEPT: {**state[_KEPT]}} if _KEPT in state else {}
+    return kept | {k: state[k] for k in (*_SLOTS, *more) if k in state}
+
+
 def unbind(m: nn.Module) -> None:
     """Undo every `bind` on m."""
     kept = m.__dict__.pop(_KEPT, {})

@@ -113,6 +113,8 @@ def fit_norm(m: nn.Module) -> Norm | None:
     eps = next((n for n in EPS_NAMES if isinstance(getattr(m, n, None), float)), None)
     if eps is None or w is None or w.dim() != 1 or m._modules or len(m._parameters) != 1:
         return None
+    if _inputs(type(m).forward) != 1:  # a gate or a residual, say, if only by default None
+        return None
     seen = []
     for dtype, wtype in _NORM_DTYPES:
         x, gain = _rows(16, dtype), _drawn((16,), wtype, 2)
@@ -206,6 +208,12 @@ def _turns_alike(f: Callable[..., Any], layout: str, q: Tensor, k: Tensor, r: in
 
 
 # -- running a stranger's forward
+
+
+def _inputs(forward: Callable[..., Any]) -> int:
+    """How many tensors it may take by their place."""
+    kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
+    return kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - 1
 
 
 def _twin(m: nn.Module, **own: Any) -> nn.Module:

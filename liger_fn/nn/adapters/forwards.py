@@ -40,32 +40,44 @@ def bind_spec(m: nn.Module, spec: Spec, mlp_chunk: int | None) -> None:
             bind(m, _attention(type(m).forward, spec.layout))
 
 
-@functools.cache
-def _norm(spec: Norm) -> Callable[..., Tensor]:
-    eps, offset, casting = spec.eps, spec.offset, spec.casting
+def _of_one(f: Callable[[Any, Tensor], Tensor]) -> Callable[..., Any]:
+    """A forward of one tensor; what is called in another way runs its own."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return liger_fn.rms_norm(x, self.weight, getattr(self, eps), offset=offset, casting=casting)
+    def forward(self: Any, *args: Any, **kw: Any) -> Any:
+        if kw or len(args) != 1:
+            return type(self).forward(self, *args, **kw)
+        return f(self, args[0])
 
     return forward
 
 
+@functools.cache
+def _norm(spec: Norm) -> Callable[..., Any]:
+    eps, offset, casting = spec.eps, spec.offset, spec.casting
+
+    def norm(self: Any, x: Tensor) -> Tensor:
+        return liger_fn.rms_norm(x, self.weight, getattr(self, eps), offset=offset, casting=casting)
+
+    return _of_one(norm)
+
+
+@_of_one
 def _affine(self: Any, x: Tensor) -> Tensor:
     return liger_fn.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 @functools.cache
-def _glu(spec: Glu, chunk: int | None) -> Callable[..., Tensor]:
+def _glu(spec: Glu, chunk: int | None) -> Callable[..., Any]:
     *inward, down = spec.parts
     act = ACTS[spec.act][len(inward) == 1]
 
     def tile(self: Any, x: Tensor) -> Tensor:
         return projected(getattr(self, down), act(*[getattr(self, name)(x) for name in inward]))
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def glu(self: Any, x: Tensor) -> Tensor:
         return tiled(functools.partial(tile, self), x, chunk, self)
 
-    return forward
+    return _of_one(glu)
 
 
 @functools.cache

@@ -22,9 +22,9 @@ def token_logprobs(
     soft cap of logits hold.
 
     Args:
-        model: adapted with `fused_linear_ce`, bare or wrapped. Where a library gives the model a
-            forward of its own (trainers of TRL do), adapt before it: adapted after, the model forms
-            its logits.
+        model: adapted with `fused_linear_ce` (with `cross_entropy` alone it forms its logits), bare
+            or wrapped. Where a library gives the model a forward of its own (trainers of TRL do),
+            adapt before it: adapted after, the model forms its logits.
         labels: tokens (b, t), as the model takes them: not shifted.
         temperature: divides the logits.
         ignore_index: labels that do not count: log-probability and gradient 0.
@@ -37,7 +37,10 @@ def token_logprobs(
         AdapterError: the model is not adapted, or no longer runs what `adapt` gave it.
     """
     if not any(PLAN in m.__dict__ for m in model.modules()):
-        raise AdapterError("token_logprobs: the model is not adapted: call adapt(model) first")
+        raise AdapterError(
+            f"token_logprobs: no head of {type(model).__name__} is adapted: it takes a causal "
+            "language model, after adapt(model) with fused_linear_ce or cross_entropy on"
+        )
     y = shifted(labels, ignore_index)
     form = functools.partial(_logp, y=y, temperature=temperature, ignore_index=ignore_index)
     logp = model(**inputs, through_head=form)

@@ -59,7 +59,12 @@ def _gradients(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, dict
     model.train().zero_grad(set_to_none=True)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        loss = model(**batch).loss
+        loss = getattr(model(**batch), "loss", None)
+        if not isinstance(loss, Tensor):
+            raise AdapterError(
+                f"check_adapter: {type(model).__name__} gives no loss for this batch: are there "
+                "labels in it, and a head?"
+            )
         loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), grads
